@@ -1,0 +1,114 @@
+"""LRU and leaf-LRU at every capacity at once, from one pass over a trace.
+
+Least-recently-used caches of growing capacity hold each other (Mattson et al., "Evaluation techniques for storage
+hierarchies", 1970): a block is held at capacity c exactly if its rank in the order of last use is at most c. Prompts
+make this cheap. Whoever reads a block reads all blocks before it, so the blocks last used by one request are a run at
+the end of its prompt, and a prompt's blocks fall into a few such runs, the most recent first. Only the length of each
+request's run is kept, in a Fenwick tree.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvcompress.prefix.policies import Outcome, usable_blocks
+from kvcompress.prefix.requests import Trace
+
+
+@dataclass(frozen=True)
+class Capacities:
+    """Counts for every capacity 0 … N, N the trace's distinct blocks. All arrays: `[N + 1]`, int64.
+
+    `lru_hits`, `leaf_hits`: tokens served from an LRU and from a leaf-LRU cache. `orphaned_blocks`,
+    `orphaned_tokens`: what prompts asked for and the LRU cache held behind an evicted parent.
+    """
+
+    tokens: int
+    lru_hits: np.ndarray
+    leaf_hits: np.ndarray
+    orphaned_blocks: np.ndarray
+    orphaned_tokens: np.ndarray
+
+    def outcome(self, cap: int, leaf_first: bool) -> Outcome:
+        """What `policies.replay` counts for `LeastRecentlyUsed(cap, leaf_first)`."""
+        if cap < 0:
+            raise ValueError(f"cap={cap}: expected a number of blocks, 0 or more")
+        at = min(cap, len(self.lru_hits) - 1)
+        if leaf_first:
+            return Outcome("leaf-LRU", cap, self.tokens, self.tokens - int(self.leaf_hits[at]))
+        orphans = int(self.orphaned_blocks[at]), int(self.orphaned_tokens[at])
+        return Outcome("LRU", cap, self.tokens, self.tokens - int(self.lru_hits[at]), *orphans)
+
+
+def capacities(trace: Trace, reserve: int = 0) -> Capacities:
+    """Replays `trace` through LRU and leaf-LRU of every capacity.
+
+    `reserve`: the last tokens of every prompt that are computed in any case. Time is O(blocks of all prompts +
+    runs * log(requests)), memory O(distinct blocks).
+    """
+    table, requests = trace.blocks, trace.requests
+    end, parent = table.end, table.parent
+    sizes = [end[i] - (end[parent[i]] if parent[i] >= 0 else 0) for i in range(len(table))]
+    # tokens (and blocks) by the smallest capacity that serves them; `held`: that holds them, reachable or not
+    size = len(table) + 2
+    leaf, lru, held, lru_blocks = [0] * size, [0] * size, [0] * size, [0] * size
+    rises = [0] * size  # where the number of blocks with `held` at a capacity rises or falls
+    last = [-1] * len(table)  # the request that used each block last
+    run = [0] * len(requests)  # how many blocks each request was the last to use
+    runs = _Fenwick(len(requests))
+    for now, request in enumerate(requests):
+        blocks, used = request.blocks, 0
+        usable = usable_blocks(request, table, reserve)
+        while used < len(blocks) and (then := last[blocks[used]]) >= 0:
+            start, ahead = used, used + runs.after(then)  # blocks used more recently than this run
+            chain = ahead + run[then]
+            for block in blocks[start:]:
+                if last[block] != then:
+                    break
+                last[block] = now
+                used += 1
+            run[then] -= used - start
+            runs.add(then, start - used)
+            count = min(used, usable) - start
+            if count > 0:
+                lru_blocks[chain] += count
+                lru[chain] += end[blocks[start + count - 1]] - (end[blocks[start - 1]] if start else 0)
+                rises[chain - count + 1] += 1
+                rises[chain + 1] -= 1
+                for i, block in enumerate(blocks[start : start + count]):
+                    tokens = sizes[block]
+                    leaf[ahead + 1 + i] += tokens
+                    held[chain - i] += tokens
+        for block in blocks[used:]:
+            last[block] = now
+        run[now] = len(blocks)
+        runs.add(now, len(blocks))
+    return Capacities(
+        trace.tokens,
+        lru_hits=np.cumsum(lru),
+        leaf_hits=np.cumsum(leaf),
+        orphaned_blocks=np.cumsum(np.cumsum(rises) - lru_blocks),
+        orphaned_tokens=np.cumsum(np.subtract(held, lru)),
+    )
+
+
+class _Fenwick:
+    """Numbers of which one changes at a time, and the sum of those after an index, both in O(log n)."""
+
+    def __init__(self, size: int) -> None:
+        self._tree = [0] * (size + 1)
+        self._total = 0
+
+    def add(self, index: int, amount: int) -> None:
+        tree, i = self._tree, index + 1
+        self._total += amount
+        while i < len(tree):
+            tree[i] += amount
+            i += i & -i
+
+    def after(self, index: int) -> int:
+        tree, i, rest = self._tree, index + 1, self._total
+        while i:
+            rest -= tree[i]
+            i &= i - 1
+        return rest

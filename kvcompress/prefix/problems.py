@@ -1,0 +1,28 @@
+"""One readable line out of pydantic's report on a bad line or file."""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+from pydantic import ValidationError
+
+
+def first_problem(error: ValidationError, names: Iterable[str]) -> str:
+    """The first thing wrong, as `where: what`; an unknown key comes with the nearest one of `names`."""
+    problem = error.errors(include_url=False)[0]
+    where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"]).lstrip(".")
+    if problem["type"] == "extra_forbidden":
+        return f"{where}: unknown key{nearest(str(problem['loc'][-1]), names)}"
+    if problem["type"] == "missing":
+        return f"{where}: missing"
+    value = repr(problem["input"])
+    message = problem["msg"].removeprefix("Value error, ")
+    if not where:
+        return message
+    return f"{where}: {message}, not {value if len(value) <= 60 else value[:57] + '...'}"
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """`; did you mean ...?` with the nearest valid name, or the list of all where none is near."""
+    names = list(names)
+    close = get_close_matches(name, names, n=1)
+    return f"; did you mean {close[0]!r}?" if close else f"; expected one of {', '.join(map(repr, names))}"
