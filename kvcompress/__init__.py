@@ -1,0 +1,28 @@
+"""Lossy KV-cache compression on Hugging Face models, measured against the exact prefix."""
+
+from kvcompress.cache import CompressedCache
+from kvcompress.errors import CacheError, WrapError
+from kvcompress.methods import methods
+from kvcompress.methods.exact import Exact
+from kvcompress.methods.h2o import H2O
+from kvcompress.methods.kivi import KIVI
+from kvcompress.methods.snapkv import SnapKV
+from kvcompress.methods.streaming_llm import StreamingLLM
+from kvcompress.text_form import MethodError, parse
+from kvcompress.wrapping import Wrapped, wrap
+
+__all__ = [
+    "H2O",
+    "KIVI",
+    "CacheError",
+    "CompressedCache",
+    "Exact",
+    "MethodError",
+    "SnapKV",
+    "StreamingLLM",
+    "WrapError",
+    "Wrapped",
+    "methods",
+    "parse",
+    "wrap",
+]

@@ -1,0 +1,94 @@
+"""The attention function registered with transformers. On every call, in every layer:
+
+append (in `cache.update`), attend, observe, compress. A new token attends before anything is evicted or packed.
+B batch, H KV heads, G query heads per KV head, T new tokens, S stored tokens, D head dim.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from kvcompress import kernels
+from kvcompress.cache_layer import CacheLayer
+from kvcompress.errors import WrapError
+from kvcompress.kernels import reference, sdpa
+from kvcompress.stores.dense import DenseStore
+from kvcompress.visibility import LazyMask, Visibility, lazy_mask, visibility
+
+NAME = "kvcompress"
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,  # [B, H * G, T, D], rotary applied
+    key: CacheLayer | Tensor,
+    value: CacheLayer | Tensor,
+    attention_mask: LazyMask | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attention of one layer: output [B, T, H * G, D], and no weights."""
+    if attention_mask is not None and not isinstance(attention_mask, LazyMask):
+        raise WrapError("a ready-made 4-D attention mask cannot be used with a compressed cache; pass the 2-D padding mask")
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if isinstance(key, Tensor):
+        assert isinstance(value, Tensor)
+        return _without_cache(query, key, value, attention_mask, scaling, softcap, s_aux), None
+    layer = key
+    batch, heads, columns, dim = query.shape
+    assert layer.shape is not None
+    grouped = query.view(batch, layer.shape.heads, heads // layer.shape.heads, columns, dim)
+    sinks = None if s_aux is None else s_aux.view(grouped.shape[1:3])
+    with layer.slots_as_positions():
+        output, sums = attend(layer, grouped, visibility(layer, attention_mask), scaling, softcap, sinks)
+    layer.observe(grouped, sums, scaling, softcap, sinks)
+    layer.compress()
+    return output.flatten(1, 2).transpose(1, 2).contiguous(), None
+
+
+def attend(
+    layer: CacheLayer, query: Tensor, seen: Visibility, scaling: float, softcap: float | None, sinks: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Output [B, H, G, T, D] of `query` over all that `layer` stores, and the column sums if the method needs them."""
+    store, options = layer.store, {"scaling": scaling, "softcap": softcap, "sinks": sinks}
+    if layer.wants_scores:
+        return reference.attend(query, store, seen.mask, **options, sum_columns=True)
+    if isinstance(store, DenseStore) and softcap is None and sinks is None:
+        if seen.causal:
+            return sdpa.causal(query, store.keys, store.values, scaling=scaling), None
+        return sdpa.masked(query, store.keys, store.values, seen.mask, scaling=scaling), None
+    return reference.attend(query, store, seen.mask, **options)
+
+
+def _without_cache(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    lazy: LazyMask | None,
+    scaling: float,
+    softcap: float | None,
+    s_aux: Tensor | None,
+) -> Tensor:
+    """Plain attention over ordinary tensors: a call that was given no cache of ours."""
+    store = DenseStore(keys.shape[0])
+    store.append(keys, values, [keys.shape[2]] * keys.shape[0])
+    grouped = query.unflatten(1, (keys.shape[1], -1))
+    mask = None if lazy is None else lazy.materialise()
+    sinks = None if s_aux is None else s_aux.view(grouped.shape[1:3])
+    if mask is None:
+        past = keys.shape[2] - query.shape[2]
+        mask = torch.ones(query.shape[2], keys.shape[2], dtype=torch.bool, device=query.device).tril(past)[None, None]
+    output, _ = reference.attend(
+        grouped, store, lambda start, stop: mask[:, :, start:stop], scaling=scaling, softcap=softcap, sinks=sinks
+    )
+    return output.flatten(1, 2).transpose(1, 2).contiguous()
+
+
+def register() -> None:
+    """Makes `attn_implementation="kvcompress"` known to transformers."""
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, lazy_mask)

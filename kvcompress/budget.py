@@ -1,0 +1,76 @@
+"""How much to keep: tokens, a ratio of the prompt, or bytes for the whole cache."""
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+Budget = int | float | str
+"""`1024` tokens, `0.25` of the prompt, or `"64MiB"` for the whole cache."""
+
+_UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "ki": 1024, "mi": 1024**2, "gi": 1024**3}
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What one layer stores a token in: KV heads, head dims and bytes of a value, and its window if it slides."""
+
+    heads: int
+    key_dim: int
+    value_dim: int
+    itemsize: int
+    window: int | None = None
+
+    def exact_bytes(self, tokens: int) -> int:
+        """Bytes of the exact KV of one row of `tokens` tokens; a sliding layer holds no more than its window."""
+        held = tokens if self.window is None else min(tokens, self.window)
+        return held * self.heads * (self.key_dim + self.value_dim) * self.itemsize
+
+
+def parse_bytes(text: str) -> int:
+    """`"64MiB"`, `"1.5GB"` or `"4096B"` as bytes. Raises ValueError for anything else."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]i?|)b\s*", text, re.IGNORECASE)
+    if not found:
+        raise ValueError(f'budget {text!r} is not a size in bytes; write it like "64MiB" or "1.5GB"')
+    return int(float(found[1]) * _UNITS[found[2].lower()])
+
+
+def check_budget(budget: Budget, name: str = "budget", at_least: int = 1, reason: str = "one token") -> None:
+    """Raises ValueError or TypeError unless `budget` is one of the three forms and an absolute one >= `at_least`."""
+    if isinstance(budget, bool) or not isinstance(budget, int | float | str):
+        raise TypeError(f'{name} must be tokens (256), a ratio (0.25) or bytes ("64MiB"), got {budget!r}')
+    if isinstance(budget, str):
+        if parse_bytes(budget) <= 0:
+            raise ValueError(f"{name} {budget!r} leaves no room for a token; give a positive size")
+    elif isinstance(budget, float):
+        if not 0 < budget <= 1:
+            raise ValueError(
+                f"{name} {budget!r} as a ratio must lie in (0, 1]; write whole tokens as an integer, such as 256"
+            )
+    elif budget < at_least:
+        raise ValueError(f"{name} {budget!r} tokens is less than {reason} ({at_least}); give at least {at_least}")
+
+
+def ratio_of(ratio: float, tokens: int) -> int:
+    """`ratio` of `tokens`, rounded down but never below 1; 1e-9 guards against 0.3 * 10 = 2.9999…"""
+    return max(1, math.floor(ratio * tokens + 1e-9))
+
+
+def resolve(budget: Budget, prompt_lengths: list[int], tokens_within: Callable[[int], int]) -> list[int]:
+    """Tokens to keep for each row; `tokens_within(bytes)` says how many tokens a row fit into a byte budget."""
+    if isinstance(budget, str):
+        return [tokens_within(parse_bytes(budget))] * len(prompt_lengths)
+    if isinstance(budget, float):
+        return [ratio_of(budget, length) for length in prompt_lengths]
+    return [budget] * len(prompt_lengths)
+
+
+def largest_fitting(bytes_of: Callable[[int], int], limit: int, most: int) -> int:
+    """The largest number of tokens in [1, most] with `bytes_of(tokens) <= limit`. Raises ValueError if 1 does not fit."""
+    if bytes_of(1) > limit:
+        raise ValueError(f"a budget of {limit:,} bytes does not hold one token ({bytes_of(1):,} bytes); give more")
+    low, high = 1, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if bytes_of(middle) <= limit else (low, middle - 1)
+    return low

@@ -1,0 +1,260 @@
+"""The compressed cache: what transformers hands from layer to layer and from call to call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from kvcompress.budget import largest_fitting
+from kvcompress.cache_layer import CacheLayer, exact_bytes, method_bytes
+from kvcompress.errors import CacheError
+from kvcompress.methods.base import Method
+from kvcompress.methods.exact import Exact
+
+if TYPE_CHECKING:
+    from kvcompress.rope import Rotary
+
+# Rotary positions under positions="cache" are brought back to slots before fp32 angles lose precision.
+REBASE_AFTER = 16384
+
+
+@dataclass
+class Call:
+    """One forward pass: T columns, of which the last `counts[b]` are tokens of row b."""
+
+    columns: int
+    counts: list[int]
+    prefill: bool
+    ends_prefill: bool
+
+
+class CompressedCache(Cache):
+    """A cache of L layers under one method. Make it with `wrapped.new_cache()`.
+
+    `seen` counts real tokens fed, `kept` says which are still stored, `get_seq_length` counts columns fed, padding
+    included. A cache belongs to the model it was made for.
+    """
+
+    layers: list[CacheLayer]
+
+    def __init__(
+        self,
+        method: Method,
+        windows: list[int | None],
+        identity: str,
+        rotaries: list[Rotary | None] | None = None,
+        gather_for: tuple[Method, ...] = (),
+    ) -> None:
+        self.method, self.identity, self.rotaries = method, identity, rotaries
+        self.gathers = bool(gather_for)
+        evicting = [part for part in (each.evicting for each in (method, *gather_for)) if part is not None]
+        self.gathers_scores = any(part.needs_scores for part in evicting)
+        self.query_window = max((part.query_window for part in evicting), default=0)
+        super().__init__(layers=[CacheLayer(self, index, window) for index, window in enumerate(windows)])
+        self.columns = 0
+        self.seen_tokens: list[int] = []
+        self.prompt_lengths: list[int] = []
+        self.turned_back: list[int] = []
+        self.prefill_until: int | None = None
+        self._call: Call | None = None
+
+    @property
+    def rows(self) -> int:
+        return len(self.seen_tokens)
+
+    @property
+    def seen(self) -> Tensor:
+        """Real tokens fed so far, per row: [B] int64."""
+        return torch.tensor(self.seen_tokens, dtype=torch.int64)
+
+    @property
+    def call(self) -> Call:
+        if self._call is None:
+            raise CacheError(
+                "this cache was used outside of a wrapped model's forward pass; "
+                "pass it as `wrapped(ids, cache=cache)`, or to the model while it is wrapped"
+            )
+        return self._call
+
+    def kept(self, layer: int) -> Tensor:
+        """Positions of the tokens whose KV layer `layer` still stores: [B, H, S] int64, ascending, -1 = empty slot."""
+        held = self.layers[layer]
+        if held.store.empty or held.shape is None:
+            return torch.empty(self.rows, 0, 0, dtype=torch.int64)
+        positions = held.store.current_positions(held.store.filled[0].buffer.device)
+        positions = positions.expand(-1, held.shape.heads, -1)
+        far = torch.iinfo(torch.int64).max
+        ordered = positions.masked_fill(positions < 0, far).sort(-1).values
+        ordered = ordered.masked_fill(ordered == far, -1)
+        return ordered[..., : int((ordered >= 0).sum(-1).max())]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the storages that this cache holds, spare included."""
+        storages = {}
+        for layer in self.layers:
+            tensors = [column.buffer for column in layer.store.columns().values()]
+            if layer.recent is not None:
+                tensors.append(layer.recent.queries)
+            for tensor in tensors:
+                storage = tensor.untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
+        return sum(storages.values())
+
+    def memory(self) -> dict[str, int]:
+        """`nbytes` by what it is: keys, values, scales, residual, positions, scores, holes, spare."""
+        total = dict.fromkeys(("keys", "values", "scales", "residual", "positions", "scores", "holes", "spare"), 0)
+        for layer in self.layers:
+            if not layer.store.empty:
+                for name, size in layer.memory().items():
+                    total[name] += size
+        return total
+
+    @property
+    def exact_nbytes(self) -> int:
+        """Bytes that the exact baseline stores for the same tokens: no spare, no padding."""
+        return sum(exact_bytes(layer, self.seen_tokens) for layer in self.layers)
+
+    def tokens_within(self, limit: int) -> int:
+        """How many tokens a row keep the whole cache within `limit` bytes right after prefill."""
+        longest = max(self.prompt_lengths)
+
+        def bytes_of(tokens: int) -> int:
+            return method_bytes(self.method, self.layers, self.rows, min(tokens, longest), longest)
+
+        return largest_fitting(bytes_of, limit, longest)
+
+    def expect_prefill(self, counts: list[int], columns: int) -> None:
+        """Says that the next `columns` columns, `counts[b]` of them tokens of row b, are one prompt."""
+        self.prefill_until = self.columns + columns
+        seen = self.seen_tokens or [0] * len(counts)
+        self.prompt_lengths = [old + new for old, new in zip(seen, counts, strict=True)]
+        for layer in self.layers:
+            layer.recent = None
+
+    def check_rows(self, rows: int) -> None:
+        """Raises CacheError if a call of `rows` rows does not fit."""
+        if not self.seen_tokens:
+            self.seen_tokens, self.turned_back = [0] * rows, [0] * rows
+            for layer in self.layers:
+                layer.start(rows)
+        if rows != self.rows:
+            raise CacheError(
+                f"this cache holds {self.rows} rows, but the call has {rows}; use cache.fork(n) or a new cache"
+            )
+
+    def begin_call(self, columns: int, counts: list[int]) -> None:
+        """Begins a forward pass of `columns` columns, the last `counts[b]` of them tokens of row b."""
+        if self._call is not None:
+            raise CacheError(
+                "the last forward pass over this cache failed midway, so its layers disagree; "
+                "go on from a fork made before it, or from a new cache"
+            )
+        self.check_rows(len(counts))
+        if self.columns == 0 and self.prefill_until is None:
+            self.expect_prefill(counts, columns)
+        prefill = self.prefill_until is not None
+        ends = self.prefill_until is not None and self.columns + columns >= self.prefill_until
+        self._call = Call(columns, counts, prefill, ends)
+
+    def end_call(self) -> None:
+        """Ends the forward pass."""
+        call = self.call
+        self.columns += call.columns
+        self.seen_tokens = [seen + new for seen, new in zip(self.seen_tokens, call.counts, strict=True)]
+        if call.ends_prefill:
+            self.prefill_until = None
+        self._call = None
+        if self.rotaries is not None:
+            self._rebase()
+
+    def first_position(self) -> list[int]:
+        """The rotary position of the next token, per row."""
+        return [seen - turned for seen, turned in zip(self.seen_tokens, self.turned_back, strict=True)]
+
+    def _rebase(self) -> None:
+        full = [layer for layer in self.layers if layer.compresses]
+        if self.method.packing is not None or not full:
+            return
+        lengths = full[0].store.lengths
+        excess = [position - length for position, length in zip(self.first_position(), lengths, strict=True)]
+        if max(excess) < REBASE_AFTER:
+            return
+        for layer in self.layers:
+            layer.turn_back(excess)
+        self.turned_back = [turned + by for turned, by in zip(self.turned_back, excess, strict=True)]
+
+    def compress_as(self, method: Method, rotaries: list[Rotary | None] | None = None) -> CompressedCache:
+        """What a prefill under `method` would have stored, from the exact KV and observations gathered in this one."""
+        if not isinstance(self.method, Exact) or self._call is not None:
+            raise CacheError(f"only an exact cache between two calls can be compressed afterwards, not {self.method}")
+        other = CompressedCache(method, [layer.window for layer in self.layers], self.identity, rotaries)
+        other.columns, other.seen_tokens = self.columns, list(self.seen_tokens)
+        other.prompt_lengths, other.turned_back = list(self.prompt_lengths), list(self.turned_back)
+        other._call = Call(0, [0] * self.rows, prefill=True, ends_prefill=True)
+        for mine, theirs in zip(self.layers, other.layers, strict=True):
+            theirs.start(self.rows)
+            theirs.take_over(mine)
+        for layer in other.layers:
+            layer.compress()
+        other._call = None
+        return other
+
+    def fork(self, n: int = 1) -> CompressedCache:
+        """The same state for another continuation; `n` > 1 repeats every row. Memory is shared until written."""
+        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+            raise CacheError(f"fork(n) makes n copies of every row, n at least 1; got {n!r}")
+        if self._call is not None:
+            raise CacheError("a cache cannot be forked in the middle of a forward pass")
+        other = object.__new__(CompressedCache)
+        other.__dict__.update(self.__dict__)
+        for name in ("seen_tokens", "prompt_lengths", "turned_back"):
+            setattr(other, name, [number for number in getattr(self, name) for _ in range(n)])
+        other.layers = [layer.fork(other, n) for layer in self.layers]
+        return other
+
+    def save(self, path: Any) -> None:
+        """Writes the cache as safetensors, for `kvc.load_cache(path, model)`."""
+        from kvcompress.saving import save_cache
+
+        save_cache(self, path)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns fed, padding included: `generate` slices its inputs by it."""
+        return self.columns
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return self.columns + query_length, 0
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row b continues from what row `beam_idx[b]` held."""
+        index = beam_idx.tolist()
+        for name in ("seen_tokens", "prompt_lengths", "turned_back"):
+            numbers = getattr(self, name)
+            setattr(self, name, [numbers[row] for row in index])
+        for layer in self.layers:
+            layer.select_rows(index, beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keeps the rows `indices`."""
+        self.reorder_cache(torch.arange(self.rows, device=indices.device)[indices])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeats every row `repeats` times."""
+        self.reorder_cache(torch.arange(self.rows).repeat_interleave(repeats))
+
+    def reset(self) -> None:
+        raise CacheError("a compressed cache is not reset; make a new one with wrapped.new_cache()")
+
+    def crop(self, tokens_to_remove: int) -> None:
+        raise CacheError(
+            f"crop({tokens_to_remove}): evicted and packed tokens cannot be put back, so assisted decoding and cropping "
+            "are not supported; use cache.fork() before a continuation that may be dropped"
+        )
+
+    def activate_past_recording(self) -> None:
+        raise CacheError("assisted decoding needs a cache that can be rolled back; generate without an assistant")

@@ -1,0 +1,232 @@
+"""One layer of a compressed cache: append, then (after attention) observe and compress."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from kvcompress.budget import LayerShape
+from kvcompress.methods.base import Ends, Evicting, Method
+from kvcompress.methods.view import LayerView, RecentQueries
+from kvcompress.stores.dense import DenseStore
+from kvcompress.stores.packed import PackedStore
+
+if TYPE_CHECKING:
+    from kvcompress.cache import CompressedCache
+    from kvcompress.rope import Rotary
+
+
+class CacheLayer(CacheLayerMixin):
+    """Stores one layer's KV under the cache's method. A sliding or chunked layer keeps its own last window, exact."""
+
+    is_compileable = False
+    is_croppable = False
+
+    def __init__(self, cache: CompressedCache, index: int, window: int | None) -> None:
+        super().__init__()
+        self.cache, self.index, self.window = cache, index, window
+        self.store: DenseStore | PackedStore = DenseStore(0)
+        self.recent: RecentQueries | None = None
+        self.shape: LayerShape | None = None
+
+    @property
+    def is_sliding(self) -> bool:
+        return self.window is not None
+
+    @property
+    def compresses(self) -> bool:
+        """Whether the method acts here; sliding layers are left as they are."""
+        return self.window is None
+
+    @property
+    def wants_scores(self) -> bool:
+        return self.compresses and self.store.with_scores
+
+    def start(self, rows: int) -> None:
+        """Makes the empty store for a batch of `rows`."""
+        self.store = self.cache.method.new_store(rows) if self.compresses else DenseStore(rows)
+        self.store.with_scores = self.compresses and self.cache.gathers_scores
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Appends keys and values [B, H, T, D] of the call that the cache has begun; padding is dropped."""
+        if self.shape is None:
+            _, heads, _, dim = key_states.shape
+            self.shape = LayerShape(heads, dim, value_states.shape[-1], key_states.element_size(), self.window)
+        self.store.append(key_states, value_states, self.cache.call.counts)
+        self.is_initialized = True
+        return self, self
+
+    def observe(
+        self, query: Tensor, sums: Tensor | None, scaling: float, softcap: float | None, sinks: Tensor | None
+    ) -> None:
+        """Remembers what the method will decide from: column sums [B, H, S] and the prompt's last queries."""
+        if sums is not None:
+            assert self.store.scores is not None
+            self.store.scores.writable().add_(sums)
+        window = self.cache.query_window if self.compresses and self.cache.call.prefill else 0
+        if not window:
+            return
+        counts = self.cache.call.counts
+        kept = query[..., -window:, :].clone()
+        if self.recent is not None:
+            kept = torch.cat([self.recent.queries, kept], 3)[..., -window:, :]
+            counts = [old + new for old, new in zip(self.recent.real, counts, strict=True)]
+        self.recent = RecentQueries(kept, [min(count, window) for count in counts], scaling, softcap, sinks)
+
+    def compress(self) -> None:
+        """Evicts and packs what the method lets go of after this call."""
+        call, method = self.cache.call, self.cache.method
+        if self.window is not None:
+            last = [min(self.window, length) for length in self.store.lengths]
+            self.store.evict_middle([0] * len(last), last)
+            return
+        evicting, packing = method.evicting, method.packing
+        if evicting is not None and (evicting.acts == "every_call" or call.ends_prefill):
+            self._evict(evicting)
+        waits = evicting is not None and evicting.acts == "prefill" and call.prefill and not call.ends_prefill
+        if packing is not None and not waits:
+            assert isinstance(self.store, PackedStore)
+            self.store.pack()
+        if call.ends_prefill and not self.cache.gathers:
+            self.recent = None
+
+    def _evict(self, method: Evicting) -> None:
+        view = LayerView(self.store, self.cache.prompt_lengths, self.cache.tokens_within, self.recent)
+        decision = method.keep(view)
+        if isinstance(decision, Ends):
+            self.store.evict_middle(decision.first, decision.last)
+            return
+        if method.position_mode == "cache" and method.acts == "prefill":
+            self._evict_and_rotate(decision)
+        else:
+            self.store.evict(decision)
+
+    def _evict_and_rotate(self, keep: Tensor) -> None:
+        """Evicts once, and rotates what stays so that rotary distances are distances between slots."""
+        assert isinstance(self.store, DenseStore)
+        if bool(keep.all()):
+            return
+        evicted_after = (~keep).flip(-1).long().cumsum(-1).flip(-1)
+        order = (~keep).to(torch.uint8).argsort(dim=-1, stable=True)
+        delta = evicted_after.gather(-1, order)
+        self.store.evict(keep)
+        rotary = self.rotary
+        if rotary is not None:
+            for rows, keys in self.store.key_prefix(self.store.length):
+                keys.copy_(rotary.rotate(keys, delta[rows, :, : keys.shape[2]]))
+
+    @property
+    def rotary(self) -> Rotary | None:
+        return self.cache.rotaries[self.index] if self.cache.rotaries else None
+
+    @contextmanager
+    def slots_as_positions(self) -> Iterator[None]:
+        """While attending under `positions="cache"`: keys that older ones were evicted behind stand at their slots.
+
+        They are rotated from the original key each time and put back, so no rounding adds up over the calls.
+        """
+        method = self.cache.method
+        rotary = self.rotary
+        acts_every_call = method.evicting is not None and method.evicting.acts == "every_call"
+        if rotary is None or not acts_every_call or self.store.positions is None or not self.compresses:
+            yield
+            return
+        positions = self.store.current_positions(self.store.filled[0].buffer.device)
+        held = positions >= 0
+        behind = held.flip(-1).long().cumsum(-1).flip(-1)
+        seen = torch.tensor(self.store.seen, device=positions.device)[:, None, None]
+        delta = (seen - positions - behind).masked_fill(~held, 0)
+        count = int((delta > 0).any(1).any(0).sum())
+        if count == 0:
+            yield
+            return
+        prefixes = [(rows, keys, keys.clone()) for rows, keys in self.store.key_prefix(count)]
+        for rows, keys, original in prefixes:
+            keys.copy_(rotary.rotate(original, delta[rows, :, : keys.shape[2]]))
+        try:
+            yield
+        finally:
+            for _, keys, original in prefixes:
+                keys.copy_(original)
+
+    def turn_back(self, by: list[int]) -> None:
+        """Rotates every key of row b by `-by[b]` positions."""
+        rotary = self.rotary
+        if rotary is not None and not self.store.empty:
+            delta = -torch.tensor(by, device=self.store.filled[0].buffer.device)[:, None, None]
+            for rows, keys in self.store.key_prefix(self.store.length):
+                keys.copy_(rotary.rotate(keys, delta[rows]))
+
+    def take_over(self, other: CacheLayer) -> None:
+        """Continues from the exact KV and the observations that `other` gathered, sharing its memory."""
+        self.shape, self.recent, self.is_initialized = other.shape, other.recent, True
+        assert isinstance(other.store, DenseStore)
+        if isinstance(self.store, PackedStore):
+            self.store.take_over(other.store)
+        else:
+            self.store = other.store.fork()
+        self.store.with_scores = self.compresses and self.cache.gathers_scores
+        if not self.store.with_scores:
+            self.store.scores = None
+
+    def memory(self) -> dict[str, int]:
+        sizes = self.store.memory()
+        if self.recent is not None:
+            sizes["scores"] += self.recent.queries.untyped_storage().nbytes()
+        return sizes
+
+    def fork(self, cache: CompressedCache, copies: int) -> CacheLayer:
+        other = CacheLayer(cache, self.index, self.window)
+        other.store, other.shape, other.is_initialized = self.store.fork(copies), self.shape, self.is_initialized
+        if self.recent is not None:
+            recent = self.recent
+            queries = recent.queries if copies == 1 else recent.queries.repeat_interleave(copies, 0)
+            real = [count for count in recent.real for _ in range(copies)]
+            other.recent = RecentQueries(queries, real, recent.scaling, recent.softcap, recent.sinks)
+        return other
+
+    def select_rows(self, index: list[int], on_device: Tensor) -> None:
+        if not self.store.empty:
+            self.store.select_rows(index, on_device.to(self.store.filled[0].buffer.device))
+        if self.recent is not None:
+            recent = self.recent
+            queries = recent.queries.index_select(0, on_device.to(recent.queries.device))
+            self.recent = RecentQueries(
+                queries, [recent.real[row] for row in index], recent.scaling, recent.softcap, recent.sinks
+            )
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: the store is made when a call begins."""
+
+    def get_seq_length(self) -> int:
+        return self.cache.get_seq_length()
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.cache.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        return -1
+
+
+def exact_bytes(layer: CacheLayer, seen: list[int]) -> int:
+    """Bytes of the exact KV of `seen[b]` tokens a row in this layer."""
+    return 0 if layer.shape is None else sum(layer.shape.exact_bytes(tokens) for tokens in seen)
+
+
+def method_bytes(method: Method, layers: list[CacheLayer], rows: int, kept: int, seen: int) -> int:
+    """Bytes that `method` stores for `kept` of `seen` tokens in each of `rows` rows, spare apart."""
+    total = 0
+    for layer in layers:
+        if layer.shape is not None:
+            total += (
+                layer.shape.exact_bytes(seen) if layer.is_sliding else method.stored_bytes(layer.shape, kept, seen)
+            )
+    return rows * total

@@ -1,0 +1,1 @@
+"""What is measured: memory, quality, speed, and how sure a difference is."""

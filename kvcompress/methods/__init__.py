@@ -1,0 +1,14 @@
+"""One file a method. Every module here is imported, so a new file is all that a new method needs."""
+
+from importlib import import_module
+from pkgutil import iter_modules
+
+from kvcompress.methods.base import Method, registry
+
+for _module in iter_modules(__path__):
+    import_module(f"{__name__}.{_module.name}")
+
+
+def methods() -> dict[str, type[Method]]:
+    """The method classes by the names that their text form uses."""
+    return dict(sorted(registry.items()))

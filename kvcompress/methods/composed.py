@@ -1,0 +1,68 @@
+"""`A | kivi`: evict, then pack what stays."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kvcompress.budget import LayerShape
+from kvcompress.methods.base import Evicting, Method, PositionMode
+from kvcompress.methods.kivi import KIVI
+from kvcompress.stores.packed import PackedStore
+
+
+@dataclass(frozen=True)
+class Composed(Method):
+    """An evicting method chooses exactly as it would alone; KIVI packs what it keeps.
+
+    Evicting a packed token leaves a masked hole; the bytes of a group come back when every KV head of the row has a
+    group of nothing but holes. StreamingLLM's sinks stay in full precision.
+    """
+
+    first: Evicting
+    second: KIVI
+
+    acts: ClassVar = "every_call"
+
+    def __post_init__(self) -> None:
+        recent = self.first.shortest_recent
+        if self.first.acts == "every_call" and recent is not None and recent < self.second.residual:
+            raise ValueError(
+                f"{self.first} keeps {recent} newest tokens, fewer than the residual of {self.second.residual} tokens "
+                f"that {self.second} holds in full precision; keep at least {self.second.residual}, or lower residual"
+            )
+        if self.first.positions == "cache" and self.first.name != "streaming_llm":
+            raise ValueError(
+                f'{self.first.name} with positions="cache" would rotate packed keys again; '
+                f'use positions="original", or streaming_llm, whose sinks stay unpacked'
+            )
+
+    @property
+    def evicting(self) -> Evicting | None:
+        return self.first
+
+    @property
+    def packing(self) -> KIVI | None:
+        return self.second
+
+    @property
+    def position_mode(self) -> PositionMode:
+        return self.first.positions
+
+    def new_store(self, rows: int) -> PackedStore:
+        return self.second.new_store(rows, self.first.protected, self.first.needs_scores)
+
+    def stored_bytes(self, layer: LayerShape, kept: int, seen: int) -> int:
+        packed = self.second.packed_bytes(layer, kept, self.first.protected)
+        return packed + self.first.slot_bytes(layer, kept, seen)
+
+    def __str__(self) -> str:
+        return f"{self.first} | {self.second}"
+
+
+def compose(first: Method, second: Method) -> Composed:
+    """`first | second`. Raises TypeError unless an evicting method stands before KIVI."""
+    if isinstance(first, Evicting) and isinstance(second, KIVI):
+        return Composed(first, second)
+    raise TypeError(
+        f"cannot compose {first} | {second}: a composition is one evicting method, then kivi; "
+        f'for example "snapkv(budget=0.25) | kivi(bits=2)"'
+    )

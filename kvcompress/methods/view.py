@@ -1,0 +1,129 @@
+"""What a method sees of one layer when it decides what stays."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvcompress.budget import Budget, resolve
+from kvcompress.kernels import reference
+from kvcompress.methods.base import Ends
+from kvcompress.stores.dense import DenseStore
+from kvcompress.stores.packed import PackedStore
+from kvcompress.stores.slots import ends_mask
+
+
+@dataclass
+class RecentQueries:
+    """The last queries of a prompt [B, H, G, W, D] (rotary applied) and how the model attends with them."""
+
+    queries: Tensor
+    real: list[int]  # of the W columns, how many at the end are tokens of this prompt, per row
+    scaling: float
+    softcap: float | None
+    sinks: Tensor | None
+
+
+@dataclass
+class LayerView:
+    """One layer after its attention, before anything is evicted. B rows, H KV heads, S slots."""
+
+    store: DenseStore | PackedStore
+    prompt_lengths: list[int]
+    tokens_within: Callable[[int], int]
+    recent: RecentQueries | None = None
+
+    @property
+    def lengths(self) -> list[int]:
+        """Slots in use, per row."""
+        return self.store.lengths
+
+    @property
+    def device(self) -> torch.device:
+        return self.store.filled[0].buffer.device
+
+    @property
+    def scores(self) -> Tensor:
+        """Running sum of every key's softmax column over all queries so far: fp32 [B, H, S]."""
+        if self.store.scores is None:
+            raise ValueError("this method did not ask for scores; set needs_scores = True in its class")
+        return self.store.scores.view
+
+    @property
+    def keys(self) -> Tensor:
+        """The stored keys [B, H, S, D], rotary applied, where they are not packed."""
+        if isinstance(self.store, PackedStore):
+            raise ValueError("packed keys cannot be read whole; compose the method as `method | kivi(...)`")
+        return self.store.keys
+
+    @property
+    def values(self) -> Tensor:
+        """The stored values [B, H, S, D], where they are not packed."""
+        if isinstance(self.store, PackedStore):
+            raise ValueError("packed values cannot be read whole; compose the method as `method | kivi(...)`")
+        return self.store.values
+
+    def tokens(self, budget: Budget) -> list[int]:
+        """How many tokens `budget` means for each row."""
+        return resolve(budget, self.prompt_lengths, self.tokens_within)
+
+    def last(self, counts: list[int]) -> Tensor:
+        """The newest `counts[b]` slots of each row: bool [B, 1, S]."""
+        return ends_mask(self.lengths, [0] * len(counts), counts, self.device)
+
+    def ends(self, first: list[int], last: list[int]) -> Ends:
+        """The decision to keep the first and the last slots of each row."""
+        return Ends(first, last)
+
+    def attention_of_last(self, window: int) -> Tensor:
+        """Softmax of the prompt's last `window` queries over all keys, summed over them: fp32 [B, H, S].
+
+        Averaged over the query heads of each KV head. Causal inside the window; a row with fewer tokens in this
+        prompt looks from those it has.
+        """
+        if self.recent is None:
+            raise ValueError("no queries were kept; a method that looks from the last queries sets query_window")
+        recent = self.recent
+        queries = recent.queries[..., -window:, :]
+        columns = queries.shape[3]
+        device = queries.device
+        ends = torch.tensor(self.lengths, device=device)[:, None, None]
+        real = torch.tensor(recent.real, device=device)[:, None, None]
+        back = torch.arange(columns - 1, -1, -1, device=device)[:, None]
+        allowed = (torch.arange(self.store.length, device=device) < ends - back) & (back < real)
+        mask = allowed[:, None]
+        alive = self.store.alive(device)
+        if alive is not None:
+            mask = mask & alive[:, :, None]
+        _, sums = reference.attend(
+            queries,
+            self.store,
+            lambda start, stop: mask[:, :, start:stop],
+            scaling=recent.scaling,
+            softcap=recent.softcap,
+            sinks=recent.sinks,
+            sum_columns=True,
+        )
+        assert sums is not None
+        return sums
+
+    def top(self, votes: Tensor, counts: list[int], always: Tensor) -> Tensor:
+        """The slots in `always` and those with the highest votes beside them, `counts[b]` in all: bool [B, H, S].
+
+        Ties go to the lowest slot. Raises ValueError if a vote is NaN.
+        """
+        if bool(votes.isnan().any()):
+            raise ValueError(
+                "a score is NaN, so no token can be chosen: the keys, values or weights hold NaN. "
+                "Check the model's dtype (float16 overflows in some models; bfloat16 or float32 do not)"
+            )
+        alive = self.store.alive(votes.device)
+        closed = always if alive is None else always | ~alive
+        ranked = votes.masked_fill(closed, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
+        chosen = torch.tensor(counts, device=votes.device)[:, None] - (always if alive is None else always & alive).sum(-1)
+        open_slots = (~closed).sum(-1)
+        chosen = torch.minimum(chosen.clamp(min=0), open_slots)
+        best = torch.arange(votes.shape[2], device=votes.device) < chosen[..., None]
+        picked = torch.zeros_like(votes, dtype=torch.bool).scatter(2, ranked, best.expand_as(votes))
+        return picked | (always if alive is None else always & alive)

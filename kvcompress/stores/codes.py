@@ -1,0 +1,150 @@
+"""Packed keys or values of one layer that grow at the end of each row."""
+
+import torch
+from torch import Tensor
+
+from kvcompress.kernels import reference
+from kvcompress.kernels.layout import LANES, PackedKeys, PackedValues, codes_per_word
+from kvcompress.stores.growing import Growing
+
+Rows = slice
+PACKED_SPARE = 32  # packed tokens that there may be room for; as many may lie unused in the residual
+
+
+def runs_of_rows(*per_row: list[int]) -> list[tuple[Rows, tuple[int, ...]]]:
+    """The whole batch as one slice where all rows agree on every number given, else each row on its own."""
+    numbers = list(zip(*per_row, strict=True))
+    if len(set(numbers)) == 1:
+        return [(slice(0, len(numbers)), numbers[0])]
+    return [(slice(row, row + 1), row_numbers) for row, row_numbers in enumerate(numbers)]
+
+
+class Codes:
+    """Words, scales and minima in the layout of `kernels/layout.py`; `counts[b]` tokens of row b are packed.
+
+    Keys are quantised per channel in groups of tokens, values per token in groups of channels (KIVI, section 3.1).
+    """
+
+    def __init__(self, rows: int, kind: str, bits: int, group_size: int) -> None:
+        self.kind, self.bits, self.group_size = kind, bits, group_size
+        self.counts = [0] * rows
+        self.parts: dict[str, Growing] = {}
+
+    @property
+    def packed(self) -> PackedKeys | PackedValues:
+        layout = PackedKeys if self.kind == "keys" else PackedValues
+        return layout(*(self.parts[name].view for name in ("words", "scale", "minimum")), self.bits, self.group_size)
+
+    def rows(self, rows: Rows) -> "PackedKeys | PackedValues":
+        whole = self.packed
+        return type(whole)(whole.words[rows], whole.scale[rows], whole.minimum[rows], self.bits, self.group_size)
+
+    def append(self, x: Tensor, counts: list[int], alive: Tensor | None) -> None:
+        """Quantises the first `counts[b]` tokens of `x` [B, H, T, D]; where `alive` [B, H, T] is false, they are holes."""
+        if not any(counts):
+            return
+        if not self.parts:
+            self._start(x)
+        for rows, (offset, count) in runs_of_rows(self.counts, counts):
+            if count:
+                present = None if alive is None else alive[rows, :, :count, None].expand(-1, -1, -1, x.shape[-1])
+                self._write(rows, offset, x[rows, :, :count], present)
+        self.counts = [offset + count for offset, count in zip(self.counts, counts, strict=True)]
+
+    def _start(self, x: Tensor) -> None:
+        batch, heads, _, dim = x.shape
+        per_word = codes_per_word(self.bits)
+        groups = 1 if self.kind == "keys" else dim // self.group_size
+        word_shape = (-(-dim // per_word), LANES) if self.kind == "keys" else (dim,)
+        scale_shape = (dim,) if self.kind == "keys" else (groups,)
+        floors = {name: -(-PACKED_SPARE // tokens) for name, tokens in self.tokens_per_entry.items()}
+        words = x.new_zeros(batch, heads, 0, *word_shape, dtype=torch.int16)
+        scales = x.new_zeros(batch, heads, 0, *scale_shape, dtype=torch.float16)
+        self.parts = {
+            "words": Growing(words, floors["words"]),
+            "scale": Growing(scales, floors["scale"]),
+            "minimum": Growing(scales.clone(), floors["minimum"]),
+        }
+
+    @property
+    def tokens_per_entry(self) -> dict[str, int]:
+        """How many tokens one entry of each part stands for."""
+        per_word = LANES if self.kind == "keys" else codes_per_word(self.bits)
+        per_scale = self.group_size if self.kind == "keys" else 1
+        return {"words": per_word, "scale": per_scale, "minimum": per_scale}
+
+    def _write(self, rows: Rows, offset: int, x: Tensor, alive: Tensor | None) -> None:
+        stop = offset + x.shape[2]
+        if self.kind == "keys":
+            grouped = x.unflatten(2, (-1, self.group_size)).transpose(-1, -2)
+            present = None if alive is None else alive.unflatten(2, (-1, self.group_size)).transpose(-1, -2)
+            codes, scale, minimum = reference.quantise(grouped, self.bits, present)
+            codes = codes.transpose(-1, -2).flatten(2, 3)
+            first, last = offset // self.group_size, stop // self.group_size
+            self._reserve(-(-stop // LANES), last)
+            self._write_key_words(rows, offset, codes)
+        else:
+            grouped = x.unflatten(-1, (-1, self.group_size))
+            present = None if alive is None else alive.unflatten(-1, (-1, self.group_size))
+            codes, scale, minimum = reference.quantise(grouped, self.bits, present)
+            codes = codes.flatten(-2)
+            first, last = offset, stop
+            self._reserve(-(-stop // codes_per_word(self.bits)), last)
+            self._write_value_words(rows, offset, codes)
+        self.parts["scale"].writable()[rows, :, first:last] = scale.squeeze(-1)
+        self.parts["minimum"].writable()[rows, :, first:last] = minimum.squeeze(-1)
+
+    def _reserve(self, words: int, scales: int) -> None:
+        self.parts["words"].reserve(words)
+        self.parts["scale"].reserve(scales)
+        self.parts["minimum"].reserve(scales)
+
+    def _write_key_words(self, rows: Rows, offset: int, codes: Tensor) -> None:
+        words = self.parts["words"].writable()[rows]
+        count = codes.shape[2]
+        if offset % LANES == 0 and count % LANES == 0:
+            words[:, :, offset // LANES : (offset + count) // LANES] = reference.key_words(codes, self.bits)
+            return
+        token = torch.arange(offset, offset + count, device=codes.device)
+        packed = reference.pack_words(codes, self.bits, -1)
+        words[:, :, token // LANES, :, token % LANES] = packed.permute(2, 0, 1, 3)
+
+    def _write_value_words(self, rows: Rows, offset: int, codes: Tensor) -> None:
+        words = self.parts["words"].writable()[rows]
+        per_word = codes_per_word(self.bits)
+        word, lead = offset // per_word, offset % per_word
+        if lead:
+            before = reference.unpack_words(words[:, :, word : word + 1], self.bits, 2, lead)
+            codes = torch.cat([before, codes], 2)
+        packed = reference.pack_words(codes, self.bits, 2)
+        words[:, :, word : word + packed.shape[2]] = packed
+
+    def keep_units(self, index: Tensor, unit: int, counts: list[int]) -> None:
+        """Keeps the units `index` [B, H, K] of `unit` tokens each, `counts[b]` tokens in all.
+
+        Whole words and groups move, no code changes.
+        """
+        for name, part in self.parts.items():
+            tokens = self.tokens_per_entry[name]
+            entries = unit // tokens
+            expanded = (index[..., None] * entries + torch.arange(entries, device=index.device)).flatten(-2)
+            left = -(-max(counts) // tokens)
+            part.gather(expanded[:, :, :left].clamp(max=part.used - 1))
+        self.counts = counts
+
+    def nbytes(self, names: tuple[str, ...]) -> tuple[int, int]:
+        """Bytes in use and spare of the named parts."""
+        parts = [self.parts[name] for name in names if name in self.parts]
+        used = sum(part.bytes_per_slot * part.used for part in parts)
+        return used, sum(part.buffer.untyped_storage().nbytes() for part in parts) - used
+
+    def fork(self, copies: int) -> "Codes":
+        other = Codes(0, self.kind, self.bits, self.group_size)
+        other.counts = [count for count in self.counts for _ in range(copies)]
+        other.parts = {name: part.fork(copies) for name, part in self.parts.items()}
+        return other
+
+    def select_rows(self, index: list[int], on_device: Tensor) -> None:
+        self.counts = [self.counts[row] for row in index]
+        for part in self.parts.values():
+            part.select_rows(on_device)

@@ -1,0 +1,128 @@
+"""A tensor that grows along its third dimension: amortised appends, bounded spare, copy on write."""
+
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+
+class Growing:
+    """`[B, H, S, ...]` with room behind S. Every in-place write first makes sure that nobody else reads the memory."""
+
+    def __init__(self, filled: Tensor, floor: int = 64) -> None:
+        self.buffer = filled
+        self.floor = floor
+        self.begin = 0
+        self.used = filled.shape[2]
+        self._overlapping = False  # rows are the same memory after a fork into a batch
+        self._owners: WeakSet[Growing] = WeakSet([self])
+
+    @classmethod
+    def like(cls, rows: Tensor, floor: int = 64) -> "Growing":
+        """An empty one for rows such as `rows` [B, H, T, ...]."""
+        return cls(rows.new_zeros(*rows.shape[:2], 0, *rows.shape[3:]), floor)
+
+    def spare_for(self, length: int) -> int:
+        """How many slots may lie unused behind `length` used ones: 12.5 % or `floor`, whichever is more."""
+        return max(self.floor, length // 8)
+
+    @property
+    def view(self) -> Tensor:
+        return self.buffer[:, :, self.begin : self.begin + self.used]
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Bytes of one slot over all rows and heads that have memory of their own."""
+        return self.buffer.untyped_storage().nbytes() // max(1, self.buffer.shape[2])
+
+    @property
+    def spare(self) -> int:
+        return self.buffer.shape[2] - self.used
+
+    def fork(self, copies: int = 1) -> "Growing":
+        """The same memory for another owner, every row `copies` times."""
+        other = object.__new__(Growing)
+        other.buffer, other.begin, other.used, other.floor = self.buffer, self.begin, self.used, self.floor
+        other._overlapping = self._overlapping or copies > 1
+        other._owners = self._owners
+        other._owners.add(other)
+        if copies > 1:
+            if self.buffer.shape[0] == 1:
+                other.buffer = self.buffer.expand(copies, *self.buffer.shape[1:])
+            else:
+                other._adopt(self.view.repeat_interleave(copies, 0))
+        return other
+
+    def writable(self) -> Tensor:
+        """The view, safe to write in place."""
+        if self._shared:
+            self._adopt(self._moved_to_new(self.used))
+        return self.view
+
+    def append(self, new: Tensor, lengths: list[int], counts: list[int]) -> None:
+        """Puts the last `counts[b]` of `new[b]` [H, T, ...] behind the first `lengths[b]` slots of row b."""
+        total = max(length + count for length, count in zip(lengths, counts, strict=True))
+        self.reserve(total)
+        target = self.view
+        columns = new.shape[2]
+        if len(set(lengths)) == 1 and all(count == columns for count in counts):
+            target[:, :, lengths[0] : lengths[0] + columns] = new
+            return
+        for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+            target[row, :, length : length + count] = new[row, :, columns - count :]
+
+    def reserve(self, total: int) -> None:
+        """Makes `total` slots used and writable; what lies in new ones is finite."""
+        if self._shared or self.begin + total > self.buffer.shape[2]:
+            self._adopt(self._moved_to_new(total + self.spare_for(total) // 2))
+        self.used = max(self.used, total)
+
+    def gather(self, index: Tensor, first: int = 0) -> None:
+        """Keeps slots `index` [B, H or 1, K], ascending; slots before `first` are known to stay where they are."""
+        kept = index.shape[2]
+        index = index[:, :, first:]
+        index = index.reshape(*index.shape, *[1] * (self.buffer.dim() - 3))
+        index = index.expand(self.buffer.shape[0], self.buffer.shape[1], -1, *self.buffer.shape[3:])
+        moved = self.view.gather(2, index)
+        if self._shared or self.buffer.shape[2] - kept > self.spare_for(kept):
+            fresh = self._new(kept + self.spare_for(kept) // 2)
+            fresh[:, :, :first] = self.view[:, :, :first]
+            fresh[:, :, first:kept] = moved
+            self._adopt(fresh)
+        else:
+            self.view[:, :, first:kept] = moved
+        self.used = kept
+
+    def drop_middle(self, first: int, count: int) -> None:
+        """Drops slots [first, first + count) of every row by moving the `first` slots before them."""
+        before, after = self.view[:, :, :first], self.view[:, :, first + count :]
+        self.used -= count
+        if self._shared or self.buffer.shape[2] - self.used > self.spare_for(self.used):
+            fresh = self._new(self.used + self.spare_for(self.used) // 2)
+            fresh[:, :, :first], fresh[:, :, first : self.used] = before, after
+            self._adopt(fresh)
+            return
+        self.begin += count
+        if first:
+            self.view[:, :, :first] = before.clone()
+
+    def select_rows(self, index: Tensor) -> None:
+        """Keeps rows `index` [B'] in that order, for beam search."""
+        self._adopt(self.view.index_select(0, index))
+
+    @property
+    def _shared(self) -> bool:
+        return self._overlapping or len(self._owners) > 1
+
+    def _new(self, capacity: int) -> Tensor:
+        return self.buffer.new_zeros(*self.buffer.shape[:2], capacity, *self.buffer.shape[3:])
+
+    def _moved_to_new(self, capacity: int) -> Tensor:
+        fresh = self._new(capacity)
+        fresh[:, :, : self.used] = self.view
+        return fresh
+
+    def _adopt(self, buffer: Tensor) -> None:
+        self._owners.discard(self)
+        self._owners = WeakSet([self])
+        self.buffer, self.begin, self._overlapping = buffer, 0, False

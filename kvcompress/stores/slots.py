@@ -1,0 +1,130 @@
+"""What every store knows of its slots: how many are used, which token lies in each, and its running score."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcompress.stores.growing import Growing
+
+
+class Slots:
+    """Lengths, positions and scores of `[B, H, S]` slots. Rows are left-aligned; each has its own length.
+
+    `lengths[b]` slots of row b are in use and `seen[b]` real tokens were fed to it. Positions (int32, one head when
+    all heads keep the same) exist only once they are no longer a plain range; -1 marks a hole.
+    """
+
+    def __init__(self, rows: int, with_scores: bool = False) -> None:
+        self.lengths = [0] * rows
+        self.seen = [0] * rows
+        self.positions: Growing | None = None
+        self.scores: Growing | None = None
+        self.with_scores = with_scores
+
+    @property
+    def length(self) -> int:
+        """S: the longest row, in slots."""
+        return max(self.lengths)
+
+    @property
+    def uniform(self) -> bool:
+        return len(set(self.lengths)) == 1
+
+    def grow(self, new: Tensor, counts: list[int]) -> None:
+        """Counts the last `counts[b]` of the T columns of `new` [B, H, T, D] as slots in use."""
+        batch, heads, columns = new.shape[:3]
+        if self.positions is not None:
+            ends = torch.tensor([seen + count for seen, count in zip(self.seen, counts, strict=True)])
+            positions = (ends[:, None] - torch.arange(columns, 0, -1)).to(new.device, torch.int32)
+            held = self.positions.buffer.shape[1]
+            self.positions.append(positions[:, None].expand(batch, held, columns), self.lengths, counts)
+        if self.with_scores:
+            zeros = new.new_zeros(batch, heads, columns, dtype=torch.float32)
+            if self.scores is None:
+                self.scores = Growing.like(zeros)
+            self.scores.append(zeros, self.lengths, counts)
+        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+        self.seen = [seen + count for seen, count in zip(self.seen, counts, strict=True)]
+
+    def position_table(self, heads: int, device: torch.device) -> Growing:
+        """The stored positions, made from the plain range if this is the first time that they are needed."""
+        if self.positions is None:
+            lengths = torch.tensor(self.lengths, device=device)[:, None]
+            table = torch.arange(self.length, device=device).expand(len(self.lengths), -1)
+            table = table.masked_fill(table >= lengths, -1).to(torch.int32)
+            self.positions = Growing(table[:, None].repeat(1, heads, 1))
+        elif self.positions.buffer.shape[1] < heads:
+            self.positions = Growing(self.positions.view.repeat(1, heads, 1))
+        return self.positions
+
+    def current_positions(self, device: torch.device) -> Tensor:
+        """True position of the token in every slot: int64 [B, H or 1, S], -1 for a hole or behind a row's end."""
+        slots = torch.arange(self.length, device=device)
+        beyond = slots >= torch.tensor(self.lengths, device=device)[:, None]
+        if self.positions is None:
+            return slots.expand(len(self.lengths), -1).masked_fill(beyond, -1)[:, None]
+        return self.positions.view.long().masked_fill(beyond[:, None], -1)
+
+    def alive(self, device: torch.device) -> Tensor | None:
+        """Which slots hold a token: bool [B, H or 1, S]; None where all do."""
+        if self.uniform and not self.has_holes:
+            return None
+        return self.current_positions(device) >= 0
+
+    @property
+    def has_holes(self) -> bool:
+        """Whether a slot inside a row's length may hold nothing."""
+        return False
+
+    def columns(self) -> dict[str, Growing]:
+        """The tensors that have one entry a slot, by their name in `memory()`."""
+        found = {"positions": self.positions, "scores": self.scores}
+        return {name: column for name, column in found.items() if column is not None}
+
+    def copy_state(self, other: "Slots", copies: int) -> None:
+        """Makes this a fork of `other`, every row `copies` times."""
+        self.lengths = [length for length in other.lengths for _ in range(copies)]
+        self.seen = [seen for seen in other.seen for _ in range(copies)]
+        self.with_scores = other.with_scores
+        self.positions = other.positions.fork(copies) if other.positions else None
+        self.scores = other.scores.fork(copies) if other.scores else None
+
+    def select_counts(self, index: list[int]) -> None:
+        self.lengths = [self.lengths[row] for row in index]
+        self.seen = [self.seen[row] for row in index]
+
+    def state(self) -> dict[str, Any]:
+        """What `save` writes beside the tensors."""
+        return {"lengths": self.lengths, "seen": self.seen, "with_scores": self.with_scores}
+
+
+def kept_index(keep: Tensor, lengths: list[int]) -> tuple[Tensor, list[int]]:
+    """From a mask `keep` [B, H or 1, S] to ascending slot indices [B, H or 1, K] and the number kept in each row.
+
+    Every head of a row must keep the same number; rows that keep fewer than K end in indices that mean nothing.
+    """
+    keep = keep & ends_mask(lengths, lengths, [0] * len(lengths), keep.device)
+    per_head = keep.sum(-1)
+    counts = per_head[:, 0].tolist()
+    if not bool((per_head == per_head[:, :1]).all()):
+        raise ValueError(f"every KV head of a row must keep the same number of tokens, got {per_head.tolist()}")
+    order = (~keep).to(torch.uint8).argsort(dim=-1, stable=True)
+    return order[..., : max(counts)], counts
+
+
+def ends_mask(lengths: list[int], first: list[int], last: list[int], device: torch.device) -> Tensor:
+    """The first `first[b]` and the last `last[b]` of the `lengths[b]` slots of each row: bool [B, 1, S]."""
+    slots = torch.arange(max(lengths), device=device)
+    front = torch.tensor(first, device=device)[:, None]
+    stop = torch.tensor(lengths, device=device)[:, None]
+    start = stop - torch.tensor(last, device=device)[:, None]
+    return ((slots < torch.minimum(front, stop)) | ((slots >= start) & (slots < stop)))[:, None]
+
+
+def first_change(keep: Tensor) -> int:
+    """The first slot that any row or head does not keep (0 on a GPU, where asking would stop the stream)."""
+    if keep.device.type != "cpu":
+        return 0
+    gone = ~keep
+    return int(torch.where(gone.any(-1), gone.to(torch.uint8).argmax(-1), keep.shape[-1]).min())

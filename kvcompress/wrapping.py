@@ -1,0 +1,315 @@
+"""`wrap(model, method)`: one model whose attention runs over compressed caches until it is unwrapped."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.generation.configuration_utils import GenerationMode
+
+from kvcompress import attention
+from kvcompress.cache import CompressedCache
+from kvcompress.compat import cache_argument
+from kvcompress.errors import CacheError, WrapError
+from kvcompress.inputs import call_arguments, decoder_of, finish, new_columns, prepare
+from kvcompress.methods.base import Method
+from kvcompress.methods.exact import Exact
+from kvcompress.models import weights_fingerprint
+from kvcompress.rope import Rotary, rotaries
+from kvcompress.text_form import parse
+
+
+def wrap(model: PreTrainedModel, method: Method | str) -> Wrapped:
+    """A context manager under which `model` attends over compressed caches; leaving it restores the model.
+
+    `method` is a method object or its text form. Raises WrapError for a model that cannot run over one, MethodError
+    for a wrong method, RotaryError where `positions="cache"` is not possible.
+    """
+    return Wrapped(model, parse(method))
+
+
+class Wrapped:
+    """A model and a method. Use it as `with wrap(model, method) as wrapped`."""
+
+    def __init__(self, model: PreTrainedModel, method: Method) -> None:
+        self.model, self.method = model, method
+        self.windows = layer_windows(model)
+        self.decoder = decoder_of(model)
+        self.cache_name = cache_argument(model.forward)
+        self._decoder_cache_name = cache_argument(self.decoder.forward)
+        self._rotaries: list[Rotary | None] | None = None
+        self._identity: str | None = None
+        self._cache: CompressedCache | None = None
+        self._undo: list[Callable[[], None]] = []
+        if method.position_mode == "cache":
+            self.rotaries()
+        if any(window is not None for window in self.windows) and all(window is not None for window in self.windows):
+            if not isinstance(method, Exact):
+                warnings.warn(
+                    f"every layer of {type(model).__name__} has a sliding or chunked window of its own, which is kept "
+                    f"exact: {method} changes nothing",
+                    stacklevel=4,
+                )
+
+    def __enter__(self) -> Wrapped:
+        if getattr(self.model, "_kvcompress_wrapped", None) is not None:
+            raise WrapError("this model is wrapped already; leave the first `with wrap(...)` block before the next")
+        attention.register()
+        self._set(self.model, "_kvcompress_wrapped", self)
+        for config in self._configs():
+            self._set(config, "_attn_implementation_internal", attention.NAME)
+        self._set(self.model, "_prepare_cache_for_generation", self._prepare_cache)
+        self._set(self.model, "_prefill", self._prefill_for_generate)
+        before = self.decoder.register_forward_pre_hook(self._before, with_kwargs=True)
+        after = self.decoder.register_forward_hook(self._after, with_kwargs=True)
+        self._undo += [before.remove, after.remove]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.unwrap()
+
+    def unwrap(self) -> None:
+        """Restores the model; what `__exit__` does."""
+        while self._undo:
+            self._undo.pop()()
+
+    @property
+    def cache(self) -> CompressedCache:
+        """The last cache used. Raises CacheError before the first call."""
+        if self._cache is None:
+            raise CacheError("no cache has been used yet; call prefill or generate first")
+        return self._cache
+
+    def new_cache(self, gather_for: Sequence[Method] = ()) -> CompressedCache:
+        """An empty cache under this method.
+
+        With the exact method, `gather_for` names the methods for which a prefill should also gather scores, so that
+        `cache.compress_as(method)` can follow.
+        """
+        if gather_for and not isinstance(self.method, Exact):
+            raise CacheError(f"only the exact method gathers for others, this wrapper's is {self.method}")
+        turning = self.method.position_mode == "cache"
+        return CompressedCache(
+            self.method, self.windows, self.identity, self.rotaries() if turning else None, tuple(gather_for)
+        )
+
+    @property
+    def identity(self) -> str:
+        """A fingerprint of the model's configuration and weights."""
+        if self._identity is None:
+            self._identity = weights_fingerprint(self.model)
+        return self._identity
+
+    def rotaries(self) -> list[Rotary | None]:
+        """Every layer's rotary, checked against the model's own. Raises RotaryError where it cannot be done."""
+        if self._rotaries is None:
+            self._rotaries = rotaries(self.model)
+        return self._rotaries
+
+    @torch.no_grad()
+    def __call__(self, ids: Tensor, cache: CompressedCache | None = None, attention_mask: Tensor | None = None, **options: Any) -> Any:
+        """One forward pass of `ids` [B, T] over `cache`: the prompt if it is empty, else decoding."""
+        cache = cache if cache is not None else self.new_cache()
+        self._require_entered()
+        return self.model(ids, attention_mask=attention_mask, **{self.cache_name: cache}, use_cache=True, **options)
+
+    @torch.no_grad()
+    def prefill(
+        self,
+        ids: Tensor,
+        attention_mask: Tensor | None = None,
+        cache: CompressedCache | None = None,
+        chunk: int | None = None,
+    ) -> Any:
+        """Feeds a whole prompt [B, T], `chunk` columns at a time, and lets the method compress when it ends.
+
+        Returns the last chunk's output, with the logits of the last token only. On a filled cache it is a new turn:
+        prefill methods choose again, to the same total budget.
+        """
+        self._require_entered()
+        cache = cache if cache is not None else self.new_cache()
+        counts = new_columns(attention_mask, *ids.shape)
+        self._expect(cache, counts, ids.shape[1])
+        chunk = self._chunk(chunk, ids.shape[1]) or ids.shape[1]
+        options = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(self.model.forward).parameters else {}
+        mask = None if attention_mask is None else attention_mask[:, attention_mask.shape[1] - ids.shape[1] :]
+        output = None
+        for start in range(0, ids.shape[1], chunk):
+            part = slice(start, start + chunk)
+            output = self(ids[:, part], cache, None if mask is None else mask[:, part], **options)
+        assert output is not None
+        output.logits = output.logits[:, -1:]
+        return output
+
+    def generate(self, ids: Tensor | None = None, cache: CompressedCache | None = None, **options: Any) -> Any:
+        """`model.generate`. With a filled `cache`, `ids` are only what it has not seen, the mask is that of `ids`.
+
+        The last token that a former call generated was never fed: begin the new ids with it where it belongs to the
+        text.
+        """
+        self._require_entered()
+        ids = options.pop("input_ids", None) if ids is None else ids
+        if ids is None:
+            raise WrapError("generate needs input ids [batch, columns]")
+        if cache is not None:
+            options[self.cache_name] = cache
+            if cache.columns:
+                mask = options.pop("attention_mask", None)
+                mask = torch.ones_like(ids) if mask is None else mask
+                past = mask.new_ones(ids.shape[0], cache.columns)
+                options["attention_mask"] = torch.cat([past, mask[:, mask.shape[1] - ids.shape[1] :]], 1)
+        return self.model.generate(ids, **options)
+
+    def _require_entered(self) -> None:
+        if not self._undo:
+            raise WrapError("the model is not wrapped here; use `with wrap(model, method) as wrapped:`")
+
+    def _chunk(self, chunk: int | None, columns: int) -> int | None:
+        """The chunk asked for, or the one that keeps a prompt past the trained length in range."""
+        if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
+            raise WrapError(f"chunk must be an integer of at least 1, got {chunk!r}")
+        trained = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        evicting = self.method.evicting
+        moves = evicting is not None and evicting.acts == "every_call" and self.method.position_mode == "cache"
+        if chunk is None and moves and trained and columns > trained:
+            return max(1, min(1024, trained // 4))
+        return chunk
+
+    def _expect(self, cache: CompressedCache, counts: list[int], columns: int) -> None:
+        self._check(cache)
+        if not all(counts):
+            raise WrapError(f"row {counts.index(0)} of the batch is all padding; give each row at least one token")
+        cache.check_rows(len(counts))
+        cache.expect_prefill(counts, columns)
+
+    def _check(self, cache: Any) -> None:
+        if not isinstance(cache, CompressedCache):
+            raise WrapError(
+                f"the call was given a {type(cache).__name__}; while wrapped, use wrapped.new_cache() or give none"
+            )
+        if cache.identity != self.identity:
+            raise CacheError("this cache was made for another model (or other weights or dtype); make one with wrapped.new_cache()")
+
+    def _before(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        arguments = call_arguments(module, args, kwargs)
+        cache = arguments.get(self._decoder_cache_name)
+        if arguments.get("output_attentions") or getattr(self.model.config, "output_attentions", False):
+            raise WrapError("output_attentions=True: attention weights are not kept over a compressed cache; leave it out")
+        if torch.compiler.is_compiling():
+            raise WrapError("torch.compile of a wrapped model is not supported; call it uncompiled")
+        if cache is None:
+            if arguments.get("use_cache") is False:
+                raise WrapError("use_cache=False: a wrapped model needs its cache; leave use_cache out")
+            warnings.warn(
+                "the wrapped model was called without a compressed cache, so nothing was compressed; "
+                "pass cache=wrapped.new_cache(), or use wrapped.prefill and wrapped.generate",
+                stacklevel=2,
+            )
+            return None
+        self._check(cache)
+        if torch.is_grad_enabled() and next(self.model.parameters()).requires_grad:
+            raise WrapError("gradients do not flow through a compressed cache; call the model under torch.no_grad()")
+        self._cache = cache
+        vocabulary = self.model.get_input_embeddings().num_embeddings
+        return (), prepare(cache, arguments, vocabulary)
+
+    def _after(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        cache = kwargs.get(self._decoder_cache_name)
+        if isinstance(cache, CompressedCache):
+            finish(cache, output[0])
+
+    def _prepare_cache(
+        self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, *_: Any, **__: Any
+    ) -> None:
+        """Stands in for the model's own: gives generate a cache of ours, and refuses what cannot run over one."""
+        if generation_mode == GenerationMode.ASSISTED_GENERATION:
+            raise WrapError("assisted decoding rolls the cache back, which a compressed one cannot; generate without it")
+        if generation_config.use_cache is False:
+            raise WrapError("use_cache=False: a wrapped model needs its cache; leave use_cache out")
+        asked = generation_config.cache_implementation
+        if asked is not None and asked != self.model.generation_config.cache_implementation:
+            raise WrapError(f"cache_implementation={asked!r} was asked for while the model is wrapped; leave it out")
+        cache = model_kwargs.get(self.cache_name)
+        if cache is None:
+            cache = model_kwargs[self.cache_name] = self.new_cache()
+        self._check(cache)
+        cache._is_user_defined = True
+
+    def _prefill_for_generate(
+        self, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Tells the cache where the prompt of `generate` ends, then runs the model's own prefill."""
+        cache = model_kwargs.get(self.cache_name)
+        if isinstance(cache, CompressedCache):
+            mask = model_kwargs.get("attention_mask")
+            embeds = model_kwargs.get("inputs_embeds")
+            columns = input_ids.shape[1] if embeds is None or cache.columns else embeds.shape[1]
+            if cache.columns and (mask is None or mask.shape[1] == input_ids.shape[1]):
+                columns -= cache.columns
+            if columns < 1:
+                raise WrapError(f"the cache has seen {cache.columns} columns already; give generate at least one new token")
+            self._expect(cache, new_columns(mask, input_ids.shape[0], columns), columns)
+            generation_config.prefill_chunk_size = self._chunk(generation_config.prefill_chunk_size, columns)
+        return type(self.model)._prefill(self.model, input_ids, generation_config, model_kwargs, *args, **kwargs)
+
+    def _configs(self) -> list[Any]:
+        found = {id(module.config): module.config for module in self.model.modules() if hasattr(module, "config")}
+        return [config for config in found.values() if hasattr(config, "_attn_implementation_internal")]
+
+    def _set(self, target: Any, name: str, value: Any) -> None:
+        """Sets an attribute of the instance, to be undone when the model is unwrapped."""
+        missing = object()
+        old = vars(target).get(name, missing)
+
+        def restore() -> None:
+            if old is missing:
+                delattr(target, name)
+            else:
+                setattr(target, name, old)
+
+        setattr(target, name, value)
+        self._undo.append(restore)
+
+
+def layer_windows(model: PreTrainedModel) -> list[int | None]:
+    """For each layer the number of tokens that its sliding or chunked window keeps, None for full attention.
+
+    Raises WrapError for a model whose attention does not go through transformers' attention interface, or with
+    layers that keep something else than keys and values.
+    """
+    name = type(model).__name__
+    if not isinstance(model, PreTrainedModel):
+        raise WrapError(f"wrap takes a transformers model, got {name}")
+    config = model.config.get_text_config(decoder=True)
+    if model.config.is_encoder_decoder or not model.can_generate():
+        raise WrapError(f"{name} is no decoder-only language model; load it with AutoModelForCausalLM")
+    if not hasattr(sys.modules[type(model).__module__], "ALL_ATTENTION_FUNCTIONS"):
+        raise WrapError(
+            f"{name} ({config.model_type}) never calls transformers' attention interface, so its attention cannot run "
+            "over a compressed cache"
+        )
+    layers = DynamicCache(config=config).layers
+    if not layers:
+        return [None] * config.num_hidden_layers
+    windows: list[int | None] = []
+    for index, layer in enumerate(layers):
+        if type(layer) is DynamicLayer:
+            windows.append(None)
+        elif type(layer) is DynamicSlidingWindowLayer:
+            windows.append(max(1, layer.sliding_window - 1))
+        else:
+            raise WrapError(
+                f"layer {index} of {name} keeps {type(layer).__name__}, not plain keys and values; "
+                "linear-attention, shared and state-space layers are not supported"
+            )
+    return windows
