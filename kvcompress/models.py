@@ -83,13 +83,16 @@ def fetch(name: str) -> Path:
     with FileLock(folder.parent / f".{name}.lock"):
         if _complete(folder):
             return folder
-        for leftover in folder.parent.glob(f".{name}.partial-*"):
-            shutil.rmtree(leftover, ignore_errors=True)
-        with tempfile.TemporaryDirectory(prefix=f".{name}.partial-", dir=folder.parent) as partial:
-            gguf = _download(BUILT_INS[name], Path(partial))
-            _convert(gguf, Path(partial) / name)
+        partial = Path(tempfile.mkdtemp(prefix=f".{name}.partial-", dir=folder.parent))
+        try:
+            gguf = _download(BUILT_INS[name], partial)
+            _convert(gguf, partial / name)
             shutil.rmtree(folder, ignore_errors=True)
-            os.replace(Path(partial) / name, folder)
+            os.replace(partial / name, folder)
+        finally:
+            # Also what a killed fetch has left.
+            for leftover in folder.parent.glob(f".{name}.partial-*"):
+                shutil.rmtree(leftover, ignore_errors=True)
     return folder
 
 
@@ -162,17 +165,21 @@ def load_model(
 def weights_fingerprint(model: PreTrainedModel) -> str:
     """SHA-256 that tells models apart whose KV must not be mixed, in well under a second for most.
 
-    It covers the configuration (less the version of transformers, paths and the choice of attention kernel) and, of
-    each parameter and saved buffer, name, dtype, shape and up to 4,096 evenly spaced values and the last one. A
-    change to other values alone goes unseen; a fine-tune, a merge or another dtype does not.
+    It covers the configuration (less what saving adds, paths and the choice of attention kernel) and, of each
+    parameter and saved buffer, name, dtype, shape and up to 4,096 evenly spaced values and the last one. A change to
+    other values alone goes unseen; a fine-tune, a merge or another dtype does not.
 
     Raises:
         ValueError: a parameter has no data here (offloaded to disk, or on the meta device).
     """
     import torch
 
-    config = {key: value for key, value in model.config.to_dict().items() if not key.startswith("_")}
-    config.pop("transformers_version", None)
+    added_by_saving = ("architectures", "dtype", "transformers_version")
+    config = {
+        key: value
+        for key, value in model.config.to_dict().items()
+        if not key.startswith("_") and key not in added_by_saving
+    }
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
     for name, tensor in sorted(model.state_dict().items()):
         if tensor.is_meta:
@@ -275,5 +282,7 @@ def _device(device: str | torch.device) -> torch.device:
     except RuntimeError as error:
         raise ValueError(f"device {device!r}: expected 'cpu', 'cuda', 'cuda:1', … or 'auto'") from error
     if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device {str(device)!r}: this machine has {torch.cuda.device_count()} CUDA devices; try 'cpu'")
+        raise ValueError(
+            f"device {str(device)!r}: this machine has {torch.cuda.device_count()} CUDA devices; try 'cpu'"
+        )
     return found
