@@ -22,7 +22,11 @@ def test_the_builtin_text_is_every_help_topic_in_order() -> None:
 @pytest.mark.skipif(sys.version_info[:3] != (3, 11, 7), reason="the topics differ between Python versions")
 def test_the_builtin_text_of_python_3_11_7_has_the_known_hash() -> None:
     text, sha256 = load_text("python-docs")
-    assert sha256 == hashlib.sha256(text.encode()).hexdigest() == "2a95af4ac93f5b719944030ce3769070ddf827d847cba42192afa8da989e5dc4"
+    assert (
+        sha256
+        == hashlib.sha256(text.encode()).hexdigest()
+        == "2a95af4ac93f5b719944030ce3769070ddf827d847cba42192afa8da989e5dc4"
+    )
 
 
 @given(content=st.text())
