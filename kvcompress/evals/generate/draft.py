@@ -1,0 +1,98 @@
+"""A task's sample while it is made: what was drawn, and how long its context may still grow."""
+
+from collections.abc import Callable, Sized
+from dataclasses import dataclass
+from random import Random
+from typing import Protocol
+
+from kvcompress.evals.haystack import Haystack
+
+
+class Tokenizer(Protocol):
+    """Anything that encodes a text into tokens: of transformers or of the tokenizers library."""
+
+    def encode(self, text: str, /) -> Sized: ...
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all samples of a task share: the haystack, the tokenizer and the target length in tokens."""
+
+    haystack: Haystack
+    tokenizer: Tokenizer
+    length: int
+
+    def count(self, text: str) -> int:
+        """Tokens of a text, with the special tokens the tokenizer adds by itself."""
+        return len(self.tokenizer.encode(text))
+
+
+@dataclass(frozen=True)
+class Draft:
+    """All that was drawn for one sample; only the size of its context is open.
+
+    ``context(n)`` builds the context with ``n`` units: haystack sentences, key-value pairs or list entries.
+    It must not draw anything, so that the sample is the same however often it is built. ``question`` starts
+    with ``first_question`` where a task has two turns.
+    """
+
+    context: Callable[[int], str]
+    question: str
+    answer_prefix: str
+    answers: tuple[str, ...]
+    depth: float | None
+    first_question: str = ""
+
+    def prompt(self, units: int) -> str:
+        """Context, question and the beginning of the answer, as the model gets them."""
+        return self.context(units) + self.question + self.answer_prefix
+
+
+def largest_fitting(draft: Draft, setting: Setting) -> tuple[int, int]:
+    """The units with which the prompt has at most ``setting.length`` tokens, while one more is too long.
+
+    Returns that number and the prompt's tokens. Raises ``ValueError`` if a single unit is already too long.
+    """
+    counts: dict[int, int] = {}
+
+    def count(units: int) -> int:
+        if units not in counts:
+            counts[units] = setting.count(draft.prompt(units))
+        return counts[units]
+
+    if count(1) > setting.length:
+        raise ValueError(
+            f"length={setting.length} tokens is too short: the shortest prompt of this task has {count(1)}; "
+            f"give at least that many"
+        )
+    per_unit = max((count(17) - count(1)) / 16, 0.25)
+    fits = max(1, int((setting.length - count(1)) / per_unit))
+    step = 1
+    while count(fits) > setting.length:
+        fits, step = max(1, fits - step), step * 2
+    step = 1
+    while count(fits + step) <= setting.length:
+        fits, step = fits + step, step * 2
+    too_many = fits + step
+    while too_many - fits > 1:
+        middle = (fits + too_many) // 2
+        fits, too_many = (middle, too_many) if count(middle) <= setting.length else (fits, middle)
+    return fits, count(fits)
+
+
+def unused(draw: Callable[[], str], haystack: Haystack, taken: set[str]) -> str:
+    """Draw until the value is new: neither in ``taken``, to which it is added, nor in the haystack's text.
+
+    Raises ``ValueError`` if ten thousand draws give nothing new.
+    """
+    for _ in range(10_000):
+        value = draw()
+        if value not in taken and value.lower() not in haystack.lowered:
+            taken.add(value)
+            return value
+    raise ValueError(f"haystack {haystack.name!r} already holds every value that could be hidden; use another text")
+
+
+def digits(rng: Random, count: int) -> str:
+    """A number of ``count`` digits that does not start with 0."""
+    return str(rng.randrange(10 ** (count - 1), 10**count))
