@@ -113,7 +113,13 @@ class Wrapped:
     def rotaries(self) -> list[Rotary | None]:
         """Every layer's rotary, checked against the model's own. Raises RotaryError where it cannot be done."""
         if self._rotaries is None:
-            self._rotaries = rotaries(self.model)
+            entered = bool(self._undo)
+            self.unwrap()  # the check runs the plain model
+            try:
+                self._rotaries = rotaries(self.model)
+            finally:
+                if entered:
+                    self.__enter__()
         return self._rotaries
 
     @torch.no_grad()
