@@ -1,0 +1,97 @@
+"""How many bytes of KV a model keeps, worked out from its configuration alone.
+
+What is counted is what transformers' own cache holds between two calls in the given dtype, without spare room.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedConfig
+
+from kvcompress.budget import largest_fitting
+from kvcompress.prefix.layer_sizes import LayerSize, layer_sizes
+
+
+@dataclass(frozen=True)
+class KVSize:
+    """A model's KV. `attention`: `"MHA"`, `"GQA"`, `"MQA"`, `"MLA"`, several joined by `" and "`, or `"none"`.
+    `itemsize`: bytes of a value."""
+
+    model_type: str
+    attention: str
+    dtype: str
+    itemsize: int
+    layers: tuple[LayerSize, ...]
+
+    @property
+    def values_per_token(self) -> int:
+        """Values that one more token adds while no window is full."""
+        return sum(layer.values for layer in self.layers)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that one more token adds while no window is full."""
+        return self.values_per_token * self.itemsize
+
+    @property
+    def bytes_per_token_at_length(self) -> int:
+        """Bytes that one more token adds once every window is full."""
+        return sum(layer.values for layer in self.layers if layer.window is None) * self.itemsize
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes kept per sequence whatever its length, by linear-attention layers."""
+        return sum(layer.state * self.itemsize + 4 * layer.state_float32 for layer in self.layers)
+
+    def bytes_at(self, context: int, batch: int = 1) -> int:
+        """Bytes of the exact KV of `batch` sequences of `context` tokens each."""
+        if context < 0 or batch < 1:
+            raise ValueError(f"context={context}, batch={batch}: expected tokens, 0 or more, and at least 1 sequence")
+        held = sum(layer.values * layer.held(context) for layer in self.layers) * self.itemsize
+        return batch * (held + self.state_bytes)
+
+    def tokens_within(self, budget: int, batch: int = 1) -> int | None:
+        """The longest context that `batch` sequences can each have in `budget` bytes; None if there is no limit.
+
+        0 if not even one token fits.
+        """
+        if self.bytes_at(1, batch) > budget:
+            return 0
+        if not self.bytes_per_token_at_length:
+            longest = max((layer.window or 0 for layer in self.layers), default=0)
+            if self.bytes_at(longest, batch) <= budget:
+                return None
+            return largest_fitting(lambda tokens: self.bytes_at(tokens, batch), budget, longest)
+        most = budget // (batch * self.bytes_per_token_at_length)
+        return largest_fitting(lambda tokens: self.bytes_at(tokens, batch), budget, max(1, most))
+
+    def users_within(self, budget: int, context: int) -> int:
+        """How many sequences of `context` tokens fit into `budget` bytes."""
+        return budget // self.bytes_at(context) if self.bytes_at(context) else 0
+
+
+def kv_size(config: PreTrainedConfig, dtype: str | torch.dtype | None = None) -> KVSize:
+    """The KV of a model, from its configuration.
+
+    `dtype`: of the cache, such as `"bfloat16"`; by default the configuration's own, float32 if it names none.
+
+    Raises `UnknownLayer` for a model or layer whose size is not known, `ValueError` for a dtype that is none.
+    """
+    layers = layer_sizes(config)
+    text = config.get_text_config(decoder=True)
+    chosen = _dtype(dtype if dtype is not None else getattr(text, "dtype", None) or getattr(config, "dtype", None))
+    attention = sorted({layer.attention for layer in layers if layer.attention})
+    return KVSize(
+        text.model_type, " and ".join(attention) or "none", str(chosen).removeprefix("torch."), chosen.itemsize, layers
+    )
+
+
+def _dtype(dtype: str | torch.dtype | None) -> torch.dtype:
+    if dtype is None:
+        return torch.float32
+    if isinstance(dtype, str):
+        found = getattr(torch, dtype.removeprefix("torch."), None)
+        if not isinstance(found, torch.dtype) or not found.is_floating_point:
+            raise ValueError(f"dtype {dtype!r}: expected one such as 'float16', 'bfloat16' or 'float32'")
+        return found
+    return dtype
