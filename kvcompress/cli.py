@@ -1,0 +1,114 @@
+"""The command line. A user's mistake ends in one message and exit code 2, never in a traceback."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
+console = Console()
+
+
+@app.callback()
+def _root() -> None:
+    """Lossy KV-cache compression on Hugging Face models, measured against the exact prefix."""
+
+
+@app.command()
+def run(
+    config: Annotated[Path, typer.Argument(help="A YAML file, such as configs/quickstart.yaml.")],
+    out: Annotated[Path | None, typer.Option(help="Results folder; by default runs/<name of the config>.")] = None,
+) -> None:
+    """Run an experiment. Killed or stopped, the same command goes on where it was."""
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    from kvcompress.runs.config import read_config
+    from kvcompress.runs.records import write_whole
+    from kvcompress.runs.runner import run as run_config
+    from kvcompress.runs.summary import figure, markdown, rich_table, summarise
+
+    settings = read_config(config)
+    folder = out if out is not None else Path("runs") / config.stem
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    try:
+        with Progress(*columns, console=console) as bar:
+            task = bar.add_task("starting", total=None)
+            records = run_config(
+                settings,
+                folder,
+                lambda text, done, total: bar.update(task, description=text, completed=done, total=total),
+            )
+    except KeyboardInterrupt:
+        _complain(f"stopped; finished records are safe in {folder}, the same command goes on from there")
+        raise typer.Exit(130) from None
+    rows = summarise(records)
+    title = f"{settings.model}, {settings.data}: prefix {settings.prefix}, {settings.scored} scored"
+    console.print(rich_table(rows, title))
+    write_whole(folder / "summary.md", markdown(rows, title))
+    write_whole(folder / "summary.png", figure(rows, title))
+    for record in records:
+        if record.status != "ok":
+            console.print(f"[red]failed[/red] sample {record.sample} {record.method}: {record.error}", markup=True)
+    console.print(f"records.jsonl, summary.md and summary.png are in {folder}", highlight=False)
+    if all(record.status != "ok" for record in records):
+        raise typer.Exit(1)
+
+
+@app.command()
+def methods() -> None:
+    """List the methods with their options."""
+    from dataclasses import MISSING, fields
+
+    from kvcompress.methods import methods as known
+
+    for name, method in known().items():
+        options = [each.name if each.default is MISSING else f"{each.name}={each.default!r}" for each in fields(method)]
+        summary = (method.__doc__ or "").strip().splitlines()[0]
+        console.print(f"{name}({', '.join(options)})", highlight=False, markup=False)
+        console.print(f"    {summary}", highlight=False, markup=False)
+    console.print(
+        "compose an evicting method with kivi: snapkv(budget=0.25) | kivi(bits=2)", markup=False, highlight=False
+    )
+
+
+@app.command()
+def fetch(name: Annotated[str, typer.Argument(help="A built-in model: smollm2-135m.")]) -> None:
+    """Fetch a built-in model once; it is kept under $KVCOMPRESS_CACHE."""
+    from kvcompress.models import fetch as fetch_model
+
+    console.print(f"{name} is in {fetch_model(name)}", highlight=False)
+
+
+def main() -> None:
+    """The entry point of `kvcompress`."""
+    try:
+        app()
+    except (ValueError, OSError) as error:
+        _complain(str(error))
+        sys.exit(2)
+
+
+def _complain(message: str) -> None:
+    Console(stderr=True).print(f"kvcompress: {message}", markup=False, highlight=False, soft_wrap=True)
+
+
+if __name__ == "__main__":
+    main()

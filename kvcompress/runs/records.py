@@ -1,0 +1,108 @@
+"""Records on disk: one JSON line each, written so that nothing finished is ever lost."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from kvcompress.measure.record import Record
+
+
+class RecordsError(OSError):
+    """A results folder cannot be written, is in use, or holds what is no record."""
+
+
+Key = tuple[str, int]
+
+
+class RecordFile:
+    """`records.jsonl` of a results folder. A later record of the same (config hash, sample) replaces an earlier one."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.path = folder, folder / "records.jsonl"
+        self.records: dict[Key, Record] = {}
+        self.dropped = 0
+
+    @contextmanager
+    def opened(self) -> Iterator[RecordFile]:
+        """Holds the folder for one writer. Raises RecordsError if it cannot be written or another run is in it."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            lock = FileLock(self.folder / ".lock")
+            lock.acquire(timeout=0)
+        except Timeout:
+            raise RecordsError(
+                f"{self.folder}: another run is writing here; wait for it, or choose another --out"
+            ) from None
+        except OSError as error:
+            raise RecordsError(f"{self.folder}: cannot be written ({error.strerror}); choose another --out") from None
+        try:
+            self._mend()
+            self.read()
+            yield self
+        finally:
+            lock.release()
+
+    def read(self) -> dict[Key, Record]:
+        """All whole records. A last line without its end is what a killed run left; it is passed over."""
+        self.records, self.dropped = {}, 0
+        if not self.path.exists():
+            return self.records
+        for number, line in enumerate(self.path.read_bytes().split(b"\n"), start=1):
+            if not line.strip():
+                continue
+            try:
+                record = Record.from_json(line.decode())
+            except ValueError:
+                self.dropped += 1
+                self.first_dropped = number
+                continue
+            self.records[record.config_hash, record.sample] = record
+        return self.records
+
+    def append(self, record: Record) -> None:
+        """Writes one record through to the disk before it returns. Raises RecordsError if the disk refuses it."""
+        line = record.to_json().encode() + b"\n"
+        try:
+            with self.path.open("ab") as file:
+                before = file.tell()
+                try:
+                    file.write(line)
+                    file.flush()
+                    os.fsync(file.fileno())
+                except OSError:
+                    os.truncate(self.path, before)
+                    raise
+        except OSError as error:
+            raise RecordsError(
+                f"{self.path}: cannot be written ({error.strerror}); {len(self.records)} finished records are safe "
+                "there. Make room and run the same command again: it goes on where it stopped"
+            ) from None
+        self.records[record.config_hash, record.sample] = record
+
+    def _mend(self) -> None:
+        """Ends a half-written last line, so that the next record starts on a line of its own."""
+        try:
+            if self.path.exists():
+                content = self.path.read_bytes()
+                if content and not content.endswith(b"\n"):
+                    os.truncate(self.path, content.rfind(b"\n") + 1)
+            else:
+                self.path.touch()
+        except OSError as error:
+            raise RecordsError(f"{self.path}: cannot be written ({error.strerror}); choose another --out") from None
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Replaces a file in one step: a reader sees the old content or the new, never half."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise RecordsError(f"{path}: cannot be written ({error.strerror})") from None
