@@ -22,7 +22,7 @@ test: $(INSTALLED)
 
 # The oldest supported transformers, found before the newest one of .venv.
 test-oldest: $(OLDEST_INSTALLED)
-	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest $(PYTEST_FLAGS) -m "not model"
+	PYTHONPATH="$(CURDIR)/$(OLDEST)" $(BIN)/python -m pytest $(PYTEST_FLAGS) -m "not model"
 
 check: $(INSTALLED)
 	$(BIN)/ruff format --check .
@@ -36,7 +36,8 @@ format: $(INSTALLED)
 
 # torch goes first, so that whatever needs it finds the pinned build and never brings another one.
 $(INSTALLED): pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=...")'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=...")'
+	@echo "Installing into .venv: some minutes, once."
 	$(PYTHON) -m venv .venv
 	$(PIP) install --constraint constraints.txt torch
 	$(PIP) install --constraint constraints.txt --editable '.[dev]'
