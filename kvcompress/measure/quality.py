@@ -8,6 +8,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -171,17 +172,14 @@ def evaluate_sample(
         gathered, seconds, _ = _prefill(wrapped, prompt, chunk, sharing)
         exact = _score(wrapped, gathered.fork(), asked, feed, one_call=True)
 
-        def from_shared(method: Method) -> tuple[Prefilled, Scores]:
-            prefilled = _compress(wrapped, gathered, method, seconds)
-            return prefilled, _score(wrapped, prefilled.cache, asked, feed, one_call=not method.every_call)
-
         for method in sharing:
-            yield measured(method, lambda: from_shared(method), exact)
-    del gathered
+            run = partial(_from_shared, wrapped, gathered, method, seconds, asked, feed)
+            yield measured(method, run, exact)
+        gathered = None  # its memory is not needed by the methods that run alone
     for method in methods:
         if method not in sharing:
             with wrap(model, method) as own:
-                yield measured(method, lambda: _alone(own, prompt, chunk, asked, feed), exact)
+                yield measured(method, partial(_alone, own, prompt, chunk, asked, feed), exact)
 
 
 def _check_sizes(rows: Tensor, prefix: int, scored: int) -> None:
@@ -213,11 +211,20 @@ def _prefill(
     return cache, elapsed.seconds, peak
 
 
-def _compress(wrapped: Wrapped, gathered: CompressedCache, method: Method, prefill_s: float) -> Prefilled:
+def _from_shared(
+    wrapped: Wrapped,
+    gathered: CompressedCache,
+    method: Method,
+    prefill_s: float,
+    asked: Tensor | None,
+    feed: Tensor,
+) -> tuple[Prefilled, Scores]:
+    """The method's own cache, from what the shared prefill gathered."""
     rotaries = wrapped.rotaries() if method.position_mode == "cache" else None
     with timed(wrapped.model.device) as elapsed:
         cache = gathered.compress_as(method, rotaries)
-    return Prefilled(cache, prefill_s, elapsed.seconds, shared=True, peak=Peak())
+    prefilled = Prefilled(cache, prefill_s, elapsed.seconds, shared=True, peak=Peak())
+    return prefilled, _score(wrapped, cache, asked, feed, one_call=not method.every_call)
 
 
 def _alone(
