@@ -55,13 +55,14 @@ def attend(
 ) -> tuple[Tensor, Tensor | None]:
     """Output [B, H, G, T, D] of `query` over all that `layer` stores, and the column sums if the method needs them."""
     store, options = layer.store, {"scaling": scaling, "softcap": softcap, "sinks": sinks}
-    if layer.wants_scores:
+    if layer.wants_scores and query.shape[3] == 1:
         return reference.attend(query, store, seen.mask, **options, sum_columns=True)
+    sums = reference.column_sums(query, store, seen.mask, **options) if layer.wants_scores else None
     if isinstance(store, DenseStore) and softcap is None and sinks is None:
         if seen.causal:
-            return sdpa.causal(query, store.keys, store.values, scaling=scaling), None
-        return sdpa.masked(query, store.keys, store.values, seen.mask, scaling=scaling), None
-    return reference.attend(query, store, seen.mask, **options)
+            return sdpa.causal(query, store.keys, store.values, scaling=scaling), sums
+        return sdpa.masked(query, store.keys, store.values, seen.mask, scaling=scaling), sums
+    return reference.attend(query, store, seen.mask, **options)[0], sums
 
 
 def _without_cache(

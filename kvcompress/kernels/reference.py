@@ -4,7 +4,7 @@ B batch, H KV heads, G query heads per KV head, M rows of queries, T new tokens,
 All arithmetic is in fp32 whatever the dtype of what is stored.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import torch
@@ -152,19 +152,47 @@ def attend(
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of `query` [B, H, G, T, D] over everything stored, a block of queries at a time.
 
-    Returns the output [B, H, G, T, D] in the query's dtype and, where asked for, the sum over queries of each key's
-    softmax column, averaged over the G query heads: fp32 [B, H, S]. Beside these it holds the logits of one block.
+    Returns the output [B, H, G, T, D] in the query's dtype and, where asked for, the column sums (see below). Beside
+    these it holds the logits of one block.
     """
-    batch, heads, groups, columns, _ = query.shape
     outputs, sums = [], None
+    for weights in _weights(query, stored, allowed, scaling, softcap, sinks):
+        outputs.append(stored.mix(weights.flatten(2, 3)).view(*weights.shape[:-1], -1).to(query.dtype))
+        if sum_columns:
+            sums = _add_columns(sums, weights)
+    return torch.cat(outputs, 3), sums
+
+
+def column_sums(
+    query: Tensor,
+    stored: Stored,
+    allowed: Allowed,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """The sum over queries of each key's softmax column, averaged over the G query heads: fp32 [B, H, S]."""
+    sums = None
+    for weights in _weights(query, stored, allowed, scaling, softcap, sinks):
+        sums = _add_columns(sums, weights)
+    assert sums is not None
+    return sums
+
+
+def _weights(
+    query: Tensor, stored: Stored, allowed: Allowed, scaling: float, softcap: float | None, sinks: Tensor | None
+) -> Iterator[Tensor]:
+    """Softmax weights fp32 [B, H, G, T, S] of one block of queries after the other."""
+    batch, heads, groups, columns, _ = query.shape
     for start in range(0, columns, QUERY_BLOCK):
         stop = min(start + QUERY_BLOCK, columns)
         block = query[..., start:stop, :].float() * scaling
         logits = stored.logits(block.flatten(2, 3)).view(batch, heads, groups, stop - start, stored.length)
         mask = allowed(start, stop)
-        weights = softmax(logits, None if mask is None else mask.unsqueeze(2), softcap, sinks)
-        outputs.append(stored.mix(weights.flatten(2, 3)).view(*block.shape[:-1], -1).to(query.dtype))
-        if sum_columns:
-            column = weights.sum(3).mean(2)
-            sums = column if sums is None else sums.add_(column)
-    return torch.cat(outputs, 3), sums
+        yield softmax(logits, None if mask is None else mask.unsqueeze(2), softcap, sinks)
+
+
+def _add_columns(sums: Tensor | None, weights: Tensor) -> Tensor:
+    columns = weights.sum(3).mean(2)
+    return columns if sums is None else sums.add_(columns)

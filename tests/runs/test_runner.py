@@ -1,0 +1,158 @@
+"""Runs that are killed, stopped, refused by the disk or started twice lose no finished record."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kvcompress.measure.record import Record
+from kvcompress.runs.config import ConfigError, RunConfig
+from kvcompress.runs.records import RecordFile, RecordsError
+from kvcompress.runs.runner import run
+from kvcompress.runs.summary import markdown, summarise
+from tests.tiny import save_tiny
+
+METHODS = ["exact", "snapkv(budget=[16, 24], window=8)", "kivi(group_size=8, residual=16)"]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+def config(tiny: Path, **changes: object) -> RunConfig:
+    options = {"model": str(tiny), "methods": METHODS, "prefix": 40, "scored": 6, "samples": 2, "device": "cpu"}
+    return RunConfig(**(options | changes))  # type: ignore[arg-type]
+
+
+def test_a_second_run_measures_nothing_again(tiny: Path, tmp_path: Path) -> None:
+    first = run(config(tiny), tmp_path)
+    lines = (tmp_path / "records.jsonl").read_text()
+    assert [record.status for record in first] == ["ok"] * 8
+    assert len(lines.splitlines()) == 8
+    again = run(config(tiny), tmp_path)
+    assert (tmp_path / "records.jsonl").read_text() == lines
+    assert again == first
+
+
+def test_another_setting_is_another_record(tiny: Path, tmp_path: Path) -> None:
+    run(config(tiny, samples=1), tmp_path)
+    changed = run(config(tiny, samples=1, prefix=41), tmp_path)
+    assert len(changed) == 4
+    assert len(RecordFile(tmp_path).read()) == 8
+
+
+def test_what_a_kill_cut_short_is_measured_again(tiny: Path, tmp_path: Path) -> None:
+    whole = run(config(tiny), tmp_path)
+    path = tmp_path / "records.jsonl"
+    content = path.read_bytes()
+    path.write_bytes(content[: content.rfind(b"\n", 0, len(content) - 1) + 40])
+    seen: list[int] = []
+    again = run(config(tiny), tmp_path, lambda text, done, total: seen.append(done))
+    assert [record.nll for record in again] == [record.nll for record in whole]
+    assert 7 in seen
+    assert all(Record.from_json(line) for line in path.read_text().splitlines())
+
+
+def test_kill_9_keeps_every_finished_record(tiny: Path, tmp_path: Path) -> None:
+    settings = tmp_path / "long.yaml"
+    settings.write_text(
+        f"model: {tiny}\ndevice: cpu\nprefix: 64\nscored: 8\nsamples: 200\nmethods: [exact, 'kivi(group_size=8, residual=16)']\n"
+    )
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "kvcompress.cli", "run", str(settings), "--out", str(out)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    records = out / "records.jsonl"
+    deadline = time.monotonic() + 120
+    while not (records.exists() and records.read_bytes().count(b"\n") >= 3) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    lines = records.read_bytes().split(b"\n")
+    assert len(lines) >= 4
+    assert all(Record.from_json(line.decode()).status == "ok" for line in lines[:-1])
+    with RecordFile(out).opened() as file:  # the dead run's lock does not stand in the way
+        assert len(file.records) == len(lines) - 1
+
+
+def test_ctrl_c_says_what_is_kept(tiny: Path, tmp_path: Path) -> None:
+    settings = tmp_path / "long.yaml"
+    settings.write_text(f"model: {tiny}\ndevice: cpu\nprefix: 64\nscored: 8\nsamples: 200\nmethods: [exact]\n")
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "kvcompress.cli", "run", str(settings), "--out", str(out)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    records = out / "records.jsonl"
+    deadline = time.monotonic() + 120
+    while not (records.exists() and records.read_bytes().count(b"\n") >= 2) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, complaint = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "finished records are safe" in complaint
+    assert "Traceback" not in complaint
+    assert len(records.read_text().splitlines()) >= 2
+
+
+def test_a_second_writer_is_refused(tmp_path: Path) -> None:
+    with RecordFile(tmp_path).opened(), pytest.raises(RecordsError, match="another run is writing here"):
+        with RecordFile(tmp_path).opened():
+            pass
+
+
+def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:
+    """/dev/full refuses every write, as a full disk does."""
+    if not os.path.exists("/dev/full"):
+        pytest.skip("this system has no /dev/full")
+    file = RecordFile(tmp_path)
+    file.path = Path("/dev/full")
+    with pytest.raises(RecordsError, match="No space left on device.*0 finished records are safe"):
+        file.append(Record("exact", "m", "float32", "cpu", 0, "", 1, 1, "hash"))
+    assert not file.records
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RecordsError, match="choose another --out"), RecordFile(tmp_path / "file" / "out").opened():
+        pass
+
+
+def test_a_text_that_is_too_short(tiny: Path, tmp_path: Path) -> None:
+    text = tmp_path / "short.txt"
+    text.write_text("x" * 60)
+    with pytest.raises(ConfigError, match=r"has 60 tokens, but sample 2 of 2 needs tokens 47 to 94"):
+        run(config(tiny, data=str(text)), tmp_path / "out")
+    assert len(RecordFile(tmp_path / "out").read()) == 4  # the first sample was finished and stays
+
+
+def test_a_failed_method_is_a_record_and_is_tried_again(tiny: Path, tmp_path: Path) -> None:
+    bad = config(tiny, methods=["kivi(group_size=12, residual=24)", "exact"], samples=1)
+    assert [record.status for record in run(bad, tmp_path)] == ["failed", "ok"]
+    run(bad, tmp_path)
+    lines = [Record.from_json(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
+    assert [line.status for line in lines] == ["failed", "ok", "failed"]
+
+
+def test_summary_is_over_all_scored_tokens() -> None:
+    def record(sample: int, nll: float, status: str = "ok") -> Record:
+        made = Record("kivi | x", "m", "float32", "cpu", sample, "", 1, 1, "h", nll=nll, kl=nll, status=status)
+        made.kv_bytes, made.kept_tokens, made.memory_ratio_16bit, made.top1_agreement = 2_000_000, 10, 4.0, 0.5
+        made.decode_ms_per_token, made.decode_ms_per_token_exact = 3.0, 2.0
+        return made
+
+    row = summarise([record(0, 1.0), record(1, 2.0), record(2, 99.0, "failed")])[0]
+    assert row.ppl == pytest.approx(4.4816890703)  # exp(1.5)
+    assert row.kl == 1.5
+    assert row.decode_ratio == 1.5
+    assert row.cells() == ["kivi | x", "4.00", "2.00", "10", "4.482", "1.5000", "0.500", "1.50", "2 (1 failed)"]
+    assert r"`kivi \| x`" in markdown([row], "t")
+
+
+def test_no_nan_in_json() -> None:
+    line = Record("exact", "m", "float32", "cpu", 0, "", 1, 1, "h", kl=float("nan"), ppl=float("inf")).to_json()
+    assert "NaN" not in line
+    assert "Infinity" not in line
+    assert Record.from_json(line).kl is None
