@@ -31,7 +31,7 @@ def test_the_builtin_text_of_python_3_11_7_has_the_known_hash() -> None:
 
 @given(content=st.text())
 def test_a_file_is_read_as_it_is(tmp_path_factory: pytest.TempPathFactory, content: str) -> None:
-    path = tmp_path_factory.mktemp("text") / "any.txt"
+    path = tmp_path_factory.getbasetemp() / "any.txt"
     path.write_bytes(content.encode())
     assert load_text(path) == (content, hashlib.sha256(content.encode()).hexdigest())
 
