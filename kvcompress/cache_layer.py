@@ -109,9 +109,10 @@ class CacheLayer(CacheLayerMixin):
     def _evict_and_rotate(self, keep: Tensor) -> None:
         """Evicts once, and rotates what stays so that rotary distances are distances between slots."""
         assert isinstance(self.store, DenseStore)
-        if bool(keep.all()):
+        evicted = ~keep & (self.store.current_positions(keep.device) >= 0)
+        if not bool(evicted.any()):
             return
-        evicted_after = (~keep).flip(-1).long().cumsum(-1).flip(-1)
+        evicted_after = evicted.flip(-1).long().cumsum(-1).flip(-1)
         order = (~keep).to(torch.uint8).argsort(dim=-1, stable=True)
         delta = evicted_after.gather(-1, order)
         self.store.evict(keep)

@@ -53,9 +53,7 @@ class KIVI(Method):
         """Bytes of one row's codes, scales, minima and residual right after a prefill that kept `tokens` tokens."""
         if layer.window is not None:
             return layer.exact_bytes(tokens)
-        if tokens < front + self.residual:
-            front = 0
-        rest = tokens - front
+        rest = max(0, tokens - front)
         keys, values = rest - rest % self.residual, max(0, rest - self.residual)
         per_word = codes_per_word(self.bits)
         key_words = -(-keys // LANES) * LANES * -(-layer.key_dim // per_word) * 2

@@ -143,8 +143,3 @@ class Codes:
         other.counts = [count for count in self.counts for _ in range(copies)]
         other.parts = {name: part.fork(copies) for name, part in self.parts.items()}
         return other
-
-    def select_rows(self, index: list[int], on_device: Tensor) -> None:
-        self.counts = [self.counts[row] for row in index]
-        for part in self.parts.values():
-            part.select_rows(on_device)

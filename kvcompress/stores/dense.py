@@ -83,7 +83,7 @@ class DenseStore(Slots):
     def columns(self) -> dict[str, Growing]:
         if self._keys is None or self._values is None:
             return {}
-        return {"keys": self._keys, "values": self._values, **super().columns()}
+        return {"keys": self._keys, "values": self._values, **self.per_slot()}
 
     def memory(self) -> dict[str, int]:
         """Bytes by what they are; `holes` is what shorter rows of a batch leave unused, `spare` is room to grow."""

@@ -1,5 +1,7 @@
 """Keys and values as 2- or 4-bit codes, the newest in full precision (KIVI, arXiv 2402.02750)."""
 
+from __future__ import annotations
+
 from math import lcm
 from typing import Any
 
@@ -8,10 +10,11 @@ from torch import Tensor
 
 from kvcompress.kernels import reference
 from kvcompress.kernels.layout import LANES, PackedKeys, PackedValues
+from kvcompress.stores import holes
 from kvcompress.stores.codes import PACKED_SPARE, Codes, runs_of_rows
 from kvcompress.stores.dense import DenseStore
 from kvcompress.stores.growing import Growing
-from kvcompress.stores.slots import Slots, ends_mask
+from kvcompress.stores.slots import Slots, column, ends_mask
 
 
 class PackedStore(Slots):
@@ -33,15 +36,11 @@ class PackedStore(Slots):
         self.tail: tuple[Growing, Growing] | None = None
         self.keys = Codes(rows, "keys", bits, group_size)
         self.values = Codes(rows, "values", bits, group_size)
-        self._holes = False
+        self.has_holes = False
 
     @property
     def empty(self) -> bool:
         return self.tail is None
-
-    @property
-    def has_holes(self) -> bool:
-        return self._holes
 
     @property
     def filled(self) -> tuple[Growing, Growing]:
@@ -114,140 +113,48 @@ class PackedStore(Slots):
     def pack(self) -> None:
         """Packs what is due: keys in steps of `residual`, values up to the last `residual` (KIVI, algorithm 1)."""
         self._split_front()
-        due_keys = [length - length % self.residual for length in self.tail_lengths(self.keys)]
-        due_values = [max(0, length - self.residual) for length in self.tail_lengths(self.values)]
-        alive = self.alive(self.filled[0].buffer.device) if self._holes else None
-        for which, (codes, due) in enumerate(((self.keys, due_keys), (self.values, due_values))):
+        # Until a row's front stands apart, its first tokens are not to be packed, nor are those behind them.
+        ready = [front == self.front_size for front in self.fronts]
+        alive = self.alive(self.filled[0].buffer.device) if self.has_holes else None
+        for tail, codes in zip(self.filled, (self.keys, self.values), strict=True):
+            lengths = self.tail_lengths(codes)
+            if codes is self.keys:
+                due = [length - length % self.residual for length in lengths]
+            else:
+                due = [max(0, length - self.residual) for length in lengths]
+            due = [count if is_ready else 0 for count, is_ready in zip(due, ready, strict=True)]
             if any(due):
                 present = None if alive is None else self._alive_tail(alive, codes, max(due))
-                codes.append(self.filled[which].view, due, present)
-                self._take(which, due)
+                codes.append(tail.view, due, present)
+                _drop_first(tail, due, lengths)
 
     def _split_front(self) -> None:
         """Sets the first tokens of a row that is about to pack aside, in full precision."""
-        rows = zip(self.lengths, self.fronts, strict=True)
         enough = self.front_size + self.residual
-        due = [self.front_size if front == 0 and length >= enough else 0 for length, front in rows]
+        rows = zip(self.tail_lengths(self.keys), self.fronts, strict=True)
+        due = [self.front_size if front < self.front_size and length >= enough else 0 for length, front in rows]
         if not any(due):
             return
-        taken = self._take(0, due), self._take(1, due)
+        keys, values = (Growing(tail.view[:, :, : self.front_size].clone(), floor=0) for tail in self.filled)
         if self.front is None:
-            self.front = taken
+            self.front = keys, values
         else:
-            for old, new in zip(self.front, taken, strict=True):
+            for old, new in zip(self.front, (keys, values), strict=True):
                 for row, count in enumerate(due):
                     old.writable()[row, :, :count] = new.view[row, :, :count]
+        for tail, codes in zip(self.filled, (self.keys, self.values), strict=True):
+            _drop_first(tail, due, self.tail_lengths(codes))
         self.fronts = [front + count for front, count in zip(self.fronts, due, strict=True)]
 
-    def _take(self, which: int, counts: list[int]) -> Growing:
-        """Removes the first `counts[b]` tokens of the tail of row b and returns them."""
-        tail = self.filled[which]
-        taken = Growing(tail.view[:, :, : max(counts)].clone(), floor=0)
-        if len(set(counts)) == 1:
-            tail.drop_middle(0, counts[0])
-        else:
-            kept = tail.used - min(counts)
-            starts = torch.tensor(counts, device=tail.buffer.device)[:, None, None]
-            index = torch.arange(kept, device=tail.buffer.device) + starts
-            tail.gather(index.clamp(max=tail.used - 1))
-        return taken
-
     def _alive_tail(self, alive: Tensor, codes: Codes, count: int) -> Tensor:
-        starts = self._column(codes.counts, alive)[:, None] + self._column(self.fronts, alive)[:, None]
+        starts = column([front + packed for front, packed in zip(self.fronts, codes.counts, strict=True)], alive.device)
         index = (torch.arange(count, device=alive.device) + starts).clamp(max=alive.shape[2] - 1)
         heads = self.filled[0].buffer.shape[1]
-        return alive.gather(2, index.expand(-1, alive.shape[1], -1)).expand(-1, heads, -1)
-
-    @staticmethod
-    def _column(numbers: list[int], like: Tensor) -> Tensor:
-        """One number a row as [B, 1]."""
-        return torch.tensor(numbers, device=like.device)[:, None]
+        return alive.gather(2, index[:, None].expand(-1, alive.shape[1], -1)).expand(-1, heads, -1)
 
     def evict(self, keep: Tensor) -> None:
         """Keeps the slots in the mask `keep` [B, H or 1, S]: packed ones become holes, the others move together."""
-        if bool(keep.all()):
-            return
-        heads = self.filled[0].buffer.shape[1]
-        table = self.position_table(keep.shape[1] if keep.shape[1] > 1 else self.columns_heads, keep.device)
-        table.writable().masked_fill_(~keep, -1)
-        self._holes = True
-        alive = self.alive(keep.device)
-        assert alive is not None
-        self._compact_tail(alive, heads)
-        self._drop_units()
-        self._holes = bool((self.current_positions(keep.device) < 0).sum() > self._beyond_rows())
-
-    @property
-    def columns_heads(self) -> int:
-        return self.positions.buffer.shape[1] if self.positions else 1
-
-    def _beyond_rows(self) -> int:
-        return (self.length * len(self.lengths) - sum(self.lengths)) * self.columns_heads
-
-    def _compact_tail(self, alive: Tensor, heads: int) -> None:
-        """Moves the live tokens behind the packed keys together at the end and drops the rest of the slots."""
-        starts = [front + count for front, count in zip(self.fronts, self.keys.counts, strict=True)]
-        slots = torch.arange(self.length, device=alive.device)
-        in_tail = (slots >= self._column(starts, alive))[:, None]
-        inside = (slots < self._column(self.lengths, alive))[:, None]
-        dead = in_tail & inside & ~alive
-        gone = dead.sum(-1).amin(-1).tolist()
-        if not bool(dead.any()):
-            return
-        # Packed slots first, then the dead ones of the tail, then the live ones; each keeps its own order.
-        rank = torch.where(in_tail & inside, torch.where(alive, 2, 1), torch.where(in_tail, 3, 0))
-        order = rank.to(torch.uint8).argsort(dim=-1, stable=True)
-        lengths = [length - count for length, count in zip(self.lengths, gone, strict=True)]
-        target = torch.arange(max(lengths), device=alive.device)
-        skip = self._column(gone, alive) * (target >= self._column(starts, alive))
-        index = order.gather(2, (target + skip).clamp(max=self.length - 1)[:, None].expand(-1, order.shape[1], -1))
-        for column in super().columns().values():
-            column.gather(index if column.buffer.shape[1] > 1 else index[:, :1])
-        for which, codes in ((0, self.keys), (1, self.values)):
-            first = [front + count for front, count in zip(self.fronts, codes.counts, strict=True)]
-            width = max(length - start for length, start in zip(lengths, first, strict=True))
-            offset = self._column(first, alive)[:, None]
-            within = (torch.arange(width, device=alive.device) + offset).clamp(max=max(lengths) - 1)
-            moved = index.gather(2, within.expand(-1, index.shape[1], -1)) - offset
-            self.filled[which].gather(moved.clamp(0, self.filled[which].used - 1))
-        self.lengths = lengths
-
-    def _drop_units(self) -> None:
-        """Frees units that hold nothing in every head of a row."""
-        assert self.positions is not None
-        unit = self.unit
-        whole = [min(k, v) // unit for k, v in zip(self.keys.counts, self.values.counts, strict=True)]
-        if not any(whole):
-            return
-        table = self.positions.view
-        inside = torch.arange(max(whole) * unit, device=table.device) + self._column(self.fronts, table)
-        inside = inside.clamp(max=self.length - 1)[:, None].expand(-1, table.shape[1], -1)
-        packed = table.gather(2, inside).unflatten(2, (-1, unit))
-        mine = (torch.arange(max(whole), device=table.device) < self._column(whole, table))[:, None]
-        dead = ~(packed >= 0).any(-1) & mine
-        gone = dead.sum(-1).amin(-1).tolist()
-        if not any(gone):
-            return
-        heads = self.filled[0].buffer.shape[1]
-        drop = dead & (dead.cumsum(-1) <= self._column(gone, table)[:, None])
-        for codes in (self.keys, self.values):
-            counts = [count - unit * units for count, units in zip(codes.counts, gone, strict=True)]
-            units = -(-max(codes.counts) // unit)
-            order = self._order(drop, units)[..., : -(-max(counts) // unit)]
-            codes.keep_units(order.expand(-1, heads, -1), unit, counts)
-        lengths = [length - unit * units for length, units in zip(self.lengths, gone, strict=True)]
-        slots = torch.zeros(*drop.shape[:2], self.length, dtype=torch.bool, device=table.device)
-        slots = slots.scatter(2, inside, drop.repeat_interleave(unit, -1))
-        order = slots.to(torch.uint8).argsort(dim=-1, stable=True)[..., : max(lengths)]
-        for column in super().columns().values():
-            column.gather(order if column.buffer.shape[1] > 1 else order[:, :1])
-        self.lengths = lengths
-
-    @staticmethod
-    def _order(drop: Tensor, units: int) -> Tensor:
-        padded = torch.zeros(*drop.shape[:2], units, dtype=torch.uint8, device=drop.device)
-        padded[..., : drop.shape[2]] = drop
-        return padded.argsort(dim=-1, stable=True)
+        holes.evict(self, keep)
 
     def evict_middle(self, first: list[int], last: list[int]) -> None:
         """Keeps the first `first[b]` and the last `last[b]` slots of each row."""
@@ -260,55 +167,39 @@ class PackedStore(Slots):
         for name, codes in (("keys", self.keys), ("values", self.values)):
             for target, parts in ((name, ("words",)), ("scales", ("scale", "minimum"))):
                 used, spare = codes.nbytes(parts)
-                empty = self._empty_share(codes, used)
+                empty = holes.empty_bytes(self, codes, used)
                 sizes[target] += used - empty
                 sizes["holes"] += empty
                 sizes["spare"] += spare
-        full = [column for pair in (self.front, self.tail) if pair for column in pair]
-        for name, column in [("residual", column) for column in full] + list(super().columns().items()):
-            used = column.bytes_per_slot * column.used
+        full = [part for pair in (self.front, self.tail) if pair for part in pair]
+        for name, part in [("residual", part) for part in full] + list(self.per_slot().items()):
+            used = part.bytes_per_slot * part.used
             sizes[name] += used
-            sizes["spare"] += column.buffer.untyped_storage().nbytes() - used
+            sizes["spare"] += part.buffer.untyped_storage().nbytes() - used
         return sizes
 
-    def _empty_share(self, codes: Codes, used: int) -> int:
-        """How many of `used` bytes belong to holes or lie behind the end of a shorter row."""
-        slots = max(codes.counts, default=0) * len(codes.counts)
-        if not slots or self.tail is None:
-            return 0
-        live = sum(codes.counts) / slots
-        if self._holes and self.positions is not None:
-            held = self.current_positions(self.positions.buffer.device)
-            slot = torch.arange(held.shape[2], device=held.device) - self._column(self.fronts, held)
-            inside = (slot >= 0) & (slot < self._column(codes.counts, held))
-            live = int(((held >= 0) & inside[:, None]).sum()) / (slots * held.shape[1])
-        return used - round(used * live)
-
-    def _growing(self) -> dict[str, Growing]:
+    def columns(self) -> dict[str, Growing]:
         named = {f"keys.{name}": part for name, part in self.keys.parts.items()}
         named |= {f"values.{name}": part for name, part in self.values.parts.items()}
         for name, pair in (("front", self.front), ("tail", self.tail)):
             if pair:
                 named |= {f"{name}.keys": pair[0], f"{name}.values": pair[1]}
-        return named | super().columns()
+        return named | self.per_slot()
 
-    def columns(self) -> dict[str, Growing]:
-        return self._growing()
-
-    def fork(self, copies: int = 1) -> "PackedStore":
+    def fork(self, copies: int = 1) -> PackedStore:
         other = PackedStore(0, self.bits, self.group_size, self.residual, self.front_size)
         other.copy_state(self, copies)
         other.keys, other.values = self.keys.fork(copies), self.values.fork(copies)
         other.front = (self.front[0].fork(copies), self.front[1].fork(copies)) if self.front else None
         other.tail = (self.tail[0].fork(copies), self.tail[1].fork(copies)) if self.tail else None
-        other._holes = self._holes
+        other.has_holes = self.has_holes
         other.fronts = [front for front in self.fronts for _ in range(copies)]
         return other
 
     def select_rows(self, index: list[int], on_device: Tensor) -> None:
         """Keeps rows `index` in that order; `on_device` is the same on the store's device."""
-        for column in self.columns().values():
-            column.select_rows(on_device)
+        for part in self.columns().values():
+            part.select_rows(on_device)
         self.select_counts(index)
         self.keys.counts = [self.keys.counts[row] for row in index]
         self.values.counts = [self.values.counts[row] for row in index]
@@ -320,24 +211,24 @@ class PackedStore(Slots):
         keys, values = dense.filled
         self._choose_value_groups(values.buffer.shape[-1])
         self.tail = keys.fork(), values.fork()
-        for column in self.tail:
-            column.floor = PACKED_SPARE
+        for part in self.tail:
+            part.floor = PACKED_SPARE
 
     def tensors(self) -> dict[str, Tensor]:
         """The used part of every tensor, for `save`."""
-        return {name: column.view for name, column in self.columns().items()}
+        return {name: part.view for name, part in self.columns().items()}
 
     def state(self) -> dict[str, Any]:
         options = {"bits": self.bits, "group_size": self.group_size, "residual": self.residual, "front": self.front_size}
-        counts = {"packed_keys": self.keys.counts, "packed_values": self.values.counts, "holes": self._holes}
+        counts = {"packed_keys": self.keys.counts, "packed_values": self.values.counts, "holes": self.has_holes}
         counts["fronts"] = self.fronts
         return {**super().state(), "options": options, **counts}
 
     @classmethod
-    def load(cls, state: dict[str, Any], tensors: dict[str, Tensor]) -> "PackedStore":
+    def load(cls, state: dict[str, Any], tensors: dict[str, Tensor]) -> PackedStore:
         """The store that `state()` and `tensors()` described."""
         store = cls(len(state["lengths"]), **state["options"], with_scores=state["with_scores"])
-        store.lengths, store.seen, store._holes = list(state["lengths"]), list(state["seen"]), state["holes"]
+        store.lengths, store.seen, store.has_holes = list(state["lengths"]), list(state["seen"]), state["holes"]
         store.fronts = list(state["fronts"])
         grown = {name: Growing(tensor) for name, tensor in tensors.items()}
         store.positions, store.scores = grown.pop("positions", None), grown.pop("scores", None)
@@ -353,3 +244,13 @@ class PackedStore(Slots):
             codes.counts = list(counts)
             codes.parts = {name.removeprefix(prefix): part for name, part in grown.items() if name.startswith(prefix)}
         return store
+
+
+def _drop_first(tail: Growing, counts: list[int], lengths: list[int]) -> None:
+    """Drops the first `counts[b]` of the `lengths[b]` tokens of each row."""
+    if len(set(counts)) == 1:
+        tail.drop_middle(0, counts[0])
+        return
+    left = max(length - count for length, count in zip(lengths, counts, strict=True))
+    device = tail.buffer.device
+    tail.gather((torch.arange(left, device=device) + column(counts, device)[:, None]).clamp(max=tail.used - 1))

@@ -15,6 +15,8 @@ class Slots:
     all heads keep the same) exist only once they are no longer a plain range; -1 marks a hole.
     """
 
+    has_holes: bool = False  # whether a slot inside a row's length may hold nothing
+
     def __init__(self, rows: int, with_scores: bool = False) -> None:
         self.lengths = [0] * rows
         self.seen = [0] * rows
@@ -72,13 +74,8 @@ class Slots:
             return None
         return self.current_positions(device) >= 0
 
-    @property
-    def has_holes(self) -> bool:
-        """Whether a slot inside a row's length may hold nothing."""
-        return False
-
-    def columns(self) -> dict[str, Growing]:
-        """The tensors that have one entry a slot, by their name in `memory()`."""
+    def per_slot(self) -> dict[str, Growing]:
+        """Positions and scores, as far as they are stored, by their name in `memory()`."""
         found = {"positions": self.positions, "scores": self.scores}
         return {name: column for name, column in found.items() if column is not None}
 
@@ -97,6 +94,11 @@ class Slots:
     def state(self) -> dict[str, Any]:
         """What `save` writes beside the tensors."""
         return {"lengths": self.lengths, "seen": self.seen, "with_scores": self.with_scores}
+
+
+def column(numbers: list[int], device: torch.device) -> Tensor:
+    """One number a row: int64 [B, 1]."""
+    return torch.tensor(numbers, device=device)[:, None]
 
 
 def kept_index(keep: Tensor, lengths: list[int]) -> tuple[Tensor, list[int]]:
