@@ -2,6 +2,7 @@
 
 import math
 import re
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -65,12 +66,16 @@ def resolve(budget: Budget, prompt_lengths: list[int], tokens_within: Callable[[
     return [budget] * len(prompt_lengths)
 
 
-def largest_fitting(bytes_of: Callable[[int], int], limit: int, most: int) -> int:
-    """The largest number of tokens in [1, most] with `bytes_of(tokens) <= limit`. Raises ValueError if 1 does not fit."""
+def largest_fitting(bytes_of: Callable[[int], int], limit: int, most: int, period: int = 1) -> int:
+    """The largest number of tokens in [1, most] with `bytes_of(tokens) <= limit`.
+
+    `bytes_of` must not fall from one number to that plus `period`; in between, and at `most`, it may, as it does where
+    packing begins. Raises ValueError if not one token fits.
+    """
     if bytes_of(1) > limit:
         raise ValueError(f"a budget of {limit:,} bytes does not hold one token ({bytes_of(1):,} bytes); give more")
-    low, high = 1, most
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if bytes_of(middle) <= limit else (low, middle - 1)
-    return low
+    if bytes_of(most) <= limit:
+        return most
+    candidates = (range(offset, most, period) for offset in range(1, min(period, most) + 1))
+    fitting = ((tokens, bisect_right(tokens, limit, key=bytes_of)) for tokens in candidates)
+    return max(tokens[count - 1] for tokens, count in fitting if count)

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from kvcompress.budget import largest_fitting
-from kvcompress.cache_layer import CacheLayer, exact_bytes, method_bytes
+from kvcompress.cache_layer import CacheLayer, exact_bytes, method_bytes, shapes_of
 from kvcompress.errors import CacheError
 from kvcompress.methods.base import Method
 from kvcompress.methods.exact import Exact
@@ -61,6 +61,7 @@ class CompressedCache(Cache):
         self.turned_back: list[int] = []
         self.prefill_until: int | None = None
         self._call: Call | None = None
+        self._fitting: tuple[Any, int] | None = None  # what was last asked of tokens_within, and the answer
 
     @property
     def rows(self) -> int:
@@ -122,11 +123,17 @@ class CompressedCache(Cache):
     def tokens_within(self, limit: int) -> int:
         """How many tokens a row keep the whole cache within `limit` bytes right after prefill."""
         longest = max(self.prompt_lengths)
+        shapes = shapes_of(self.layers)
+        asked = (limit, longest, self.rows, frozenset(shapes.items()))
+        if self._fitting is None or self._fitting[0] != asked:
 
-        def bytes_of(tokens: int) -> int:
-            return method_bytes(self.method, self.layers, self.rows, min(tokens, longest), longest)
+            def bytes_of(tokens: int) -> int:
+                return method_bytes(self.method, shapes, self.rows, tokens, longest)
 
-        return largest_fitting(bytes_of, limit, longest)
+            packing = self.method.packing
+            period = 1 if packing is None else packing.residual
+            self._fitting = asked, largest_fitting(bytes_of, limit, longest, period)
+        return self._fitting[1]
 
     def expect_prefill(self, counts: list[int], columns: int) -> None:
         """Says that the next `columns` columns, `counts[b]` of them tokens of row b, are one prompt."""
@@ -216,6 +223,9 @@ class CompressedCache(Cache):
             setattr(other, name, [number for number in getattr(self, name) for _ in range(n)])
         other.layers = [layer.fork(other, n) for layer in self.layers]
         return other
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompressedCache:
+        return self.fork()
 
     def save(self, path: Any) -> None:
         """Writes the cache as safetensors, for `kvc.load_cache(path, model)`."""

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from kvcompress.budget import LayerShape
+from kvcompress.errors import CacheError
 from kvcompress.methods.base import Ends, Evicting, Method
 from kvcompress.methods.view import LayerView, RecentQueries
 from kvcompress.stores.dense import DenseStore
@@ -29,10 +33,20 @@ class CacheLayer(CacheLayerMixin):
 
     def __init__(self, cache: CompressedCache, index: int, window: int | None) -> None:
         super().__init__()
-        self.cache, self.index, self.window = cache, index, window
+        # Weak, so that a dropped fork is gone at once and its memory is not copied for nothing.
+        self._cache = ref(cache)
+        self.index, self.window = index, window
         self.store: DenseStore | PackedStore = DenseStore(0)
         self.recent: RecentQueries | None = None
         self.shape: LayerShape | None = None
+
+    @property
+    def cache(self) -> CompressedCache:
+        """The cache that this layer belongs to."""
+        cache = self._cache()
+        if cache is None:
+            raise CacheError("the cache of this layer is gone; keep a reference to it while its layers are used")
+        return cache
 
     @property
     def is_sliding(self) -> bool:
@@ -222,12 +236,19 @@ def exact_bytes(layer: CacheLayer, seen: list[int]) -> int:
     return 0 if layer.shape is None else sum(layer.shape.exact_bytes(tokens) for tokens in seen)
 
 
-def method_bytes(method: Method, layers: list[CacheLayer], rows: int, kept: int, seen: int) -> int:
-    """Bytes that `method` stores for `kept` of `seen` tokens in each of `rows` rows, spare apart."""
-    total = 0
+def shapes_of(layers: list[CacheLayer]) -> Counter[LayerShape]:
+    """How many layers there are of each shape; one that was not fed yet is taken to be like the first of its kind."""
+    known = {layer.is_sliding: layer.shape for layer in reversed(layers) if layer.shape is not None}
+    shapes: Counter[LayerShape] = Counter()
     for layer in layers:
-        if layer.shape is not None:
-            total += (
-                layer.shape.exact_bytes(seen) if layer.is_sliding else method.stored_bytes(layer.shape, kept, seen)
-            )
-    return rows * total
+        shape = layer.shape or known.get(layer.is_sliding) or next(iter(known.values()))
+        shapes[replace(shape, window=layer.window)] += 1
+    return shapes
+
+
+def method_bytes(method: Method, shapes: Counter[LayerShape], rows: int, kept: int, seen: int) -> int:
+    """Bytes that `method` stores for `kept` of `seen` tokens in each of `rows` rows, spare apart."""
+    return rows * sum(
+        number * (shape.exact_bytes(seen) if shape.window is not None else method.stored_bytes(shape, kept, seen))
+        for shape, number in shapes.items()
+    )
