@@ -199,6 +199,7 @@ class CompressedCache(Cache):
         """What a prefill under `method` would have stored, from the exact KV and observations gathered in this one."""
         if not isinstance(self.method, Exact) or self._call is not None:
             raise CacheError(f"only an exact cache between two calls can be compressed afterwards, not {self.method}")
+        self._check_gathered(method)
         other = CompressedCache(method, [layer.window for layer in self.layers], self.identity, rotaries)
         other.columns, other.seen_tokens = self.columns, list(self.seen_tokens)
         other.prompt_lengths, other.turned_back = list(self.prompt_lengths), list(self.turned_back)
@@ -210,6 +211,20 @@ class CompressedCache(Cache):
             layer.compress()
         other._call = None
         return other
+
+    def _check_gathered(self, method: Method) -> None:
+        evicting = method.evicting
+        if evicting is not None and (
+            evicting.query_window > self.query_window or (evicting.needs_scores and not self.gathers_scores)
+        ):
+            raise CacheError(
+                f"this cache did not gather what {method} decides from; make it with new_cache(gather_for=[...])"
+            )
+        if self.seen_tokens != self.prompt_lengths:
+            raise CacheError(
+                f"this cache has seen {self.seen_tokens} tokens, but its prompt had {self.prompt_lengths}; "
+                "compress it right after prefill"
+            )
 
     def fork(self, n: int = 1) -> CompressedCache:
         """The same state for another continuation; `n` > 1 repeats every row. Memory is shared until written."""

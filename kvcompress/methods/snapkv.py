@@ -51,7 +51,8 @@ class SnapKV(Evicting):
         tokens = layer.tokens(self.budget)
         window = layer.last([min(self.window, count) for count in tokens])
         votes = layer.attention_of_last(self.window).masked_fill(window, 0)
-        return layer.top(pool(votes, self.kernel, self.pooling), tokens, always=window)
+        votes = layer.over_neighbours(votes, lambda near: pool(near, self.kernel, self.pooling))
+        return layer.top(votes, tokens, always=window)
 
 
 def pool(votes: Tensor, kernel: int, pooling: Literal["max", "avg"]) -> Tensor:

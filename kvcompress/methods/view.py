@@ -11,7 +11,7 @@ from kvcompress.kernels import reference
 from kvcompress.methods.base import Ends
 from kvcompress.stores.dense import DenseStore
 from kvcompress.stores.packed import PackedStore
-from kvcompress.stores.slots import ends_mask
+from kvcompress.stores.slots import column, ends_mask
 
 
 @dataclass
@@ -69,8 +69,12 @@ class LayerView:
         return resolve(budget, self.prompt_lengths, self.tokens_within)
 
     def last(self, counts: list[int]) -> Tensor:
-        """The newest `counts[b]` slots of each row: bool [B, 1, S]."""
-        return ends_mask(self.lengths, [0] * len(counts), counts, self.device)
+        """The newest `counts[b]` tokens of each row: bool [B, H or 1, S]."""
+        if not self.store.has_holes:
+            return ends_mask(self.lengths, [0] * len(counts), counts, self.device)
+        alive = self.store.current_positions(self.device) >= 0
+        from_end = alive.flip(-1).long().cumsum(-1).flip(-1)
+        return alive & (from_end <= column(counts, self.device)[:, None])
 
     def ends(self, first: list[int], last: list[int]) -> Ends:
         """The decision to keep the first and the last slots of each row."""
@@ -107,6 +111,15 @@ class LayerView:
         )
         assert sums is not None
         return sums
+
+    def over_neighbours(self, votes: Tensor, pool: Callable[[Tensor], Tensor]) -> Tensor:
+        """`pool` along the tokens of votes [B, H, S], as if the holes that a packing partner leaves were not there."""
+        if not self.store.has_holes:
+            return pool(votes)
+        alive = (self.store.current_positions(self.device) >= 0).expand_as(votes)
+        order = (~alive).to(torch.uint8).argsort(dim=-1, stable=True)
+        pooled = pool(votes.masked_fill(~alive, 0).gather(-1, order))
+        return torch.zeros_like(votes).scatter(-1, order, pooled)
 
     def top(self, votes: Tensor, counts: list[int], always: Tensor) -> Tensor:
         """The slots in `always` and those with the highest votes beside them, `counts[b]` in all: bool [B, H, S].
