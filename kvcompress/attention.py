@@ -58,10 +58,11 @@ def attend(
     if layer.wants_scores and query.shape[3] == 1:
         return reference.attend(query, store, seen.mask, **options, sum_columns=True)
     sums = reference.column_sums(query, store, seen.mask, **options) if layer.wants_scores else None
-    if isinstance(store, DenseStore) and softcap is None and sinks is None:
+    plain = store.plain()
+    if plain is not None and softcap is None and sinks is None:
         if seen.causal:
-            return sdpa.causal(query, store.keys, store.values, scaling=scaling), sums
-        return sdpa.masked(query, store.keys, store.values, seen.mask, scaling=scaling), sums
+            return sdpa.causal(query, *plain, scaling=scaling), sums
+        return sdpa.masked(query, *plain, seen.mask, scaling=scaling), sums
     return reference.attend(query, store, seen.mask, **options)[0], sums
 
 

@@ -50,6 +50,10 @@ class DenseStore(Slots):
         """`weights` fp32 [B, H, M, S] times the values: fp32 [B, H, M, D]."""
         return weights @ self.values.float()
 
+    def plain(self) -> tuple[Tensor, Tensor] | None:
+        """Keys and values [B, H, S, D]: here all are in full precision."""
+        return self.keys, self.values
+
     def key_prefix(self, count: int) -> list[tuple[slice, Tensor]]:
         """The first `count` keys as (rows, keys [B, H, count, D]), to be written in place (re-rotation)."""
         return [(slice(None), self.filled[0].writable()[:, :, :count])]

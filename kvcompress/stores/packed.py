@@ -100,6 +100,12 @@ class PackedStore(Slots):
             out[rows] += weights[rows, ..., tail:length] @ values
         return out
 
+    def plain(self) -> tuple[Tensor, Tensor] | None:
+        """Keys and values [B, H, S, D] as long as all of them are in full precision, else None."""
+        if any(self.keys.counts) or any(self.values.counts) or any(self.fronts):
+            return None
+        return self.filled[0].view, self.filled[1].view
+
     def key_prefix(self, count: int) -> list[tuple[slice, Tensor]]:
         """The first `count` keys as (rows, keys [B, H, count, D]), to be written in place; packed ones cannot be."""
         found = []
