@@ -44,7 +44,7 @@ def common_words(rng: Random, setting: Setting, depth: None = None, *, words: in
     return Draft(
         context=context,
         question=f"Question: Which {words} words stand most often in the list above?\n",
-        answer_prefix=f"The {words} most common words are",
+        answer_prefix=f"The {words} most common words are:",
         answers=tuple(common),
         depth=None,
     )

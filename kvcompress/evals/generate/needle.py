@@ -32,7 +32,7 @@ def needle(rng: Random, setting: Setting, depth: float, *, keys: int = 1, values
         question, answer_prefix = ask(asked), f"The secret number of {asked} is"
     else:
         question = f"Question: What are all the secret numbers of {asked} in the text above?\n"
-        answer_prefix = f"The secret numbers of {asked} are"
+        answer_prefix = f"The secret numbers of {asked} are:"
     return Draft(
         context=lambda units: f"{INTRODUCTION}\n\n{hide(setting.haystack.take(start, units), needles)}\n\n",
         question=question,

@@ -37,7 +37,7 @@ def variable_tracking(rng: Random, setting: Setting, depth: float, *, chains: in
     return Draft(
         context=lambda units: f"{INTRODUCTION}\n\n{hide(setting.haystack.take(start, units), needles)}\n\n",
         question=f"Question: Which variables in the text above hold {values[0]}, directly or as a copy of a copy?\n",
-        answer_prefix=f"The {hops + 1} variables that hold {values[0]} are",
+        answer_prefix=f"The {hops + 1} variables that hold {values[0]} are:",
         answers=tuple(variables[0]),
         depth=depth,
     )
