@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -108,7 +110,8 @@ class CompressedCache(Cache):
 
     def memory(self) -> dict[str, int]:
         """`nbytes` by what it is: keys, values, scales, residual, positions, scores, holes, spare."""
-        total = dict.fromkeys(("keys", "values", "scales", "residual", "positions", "scores", "holes", "spare"), 0)
+        names = ("keys", "values", "scales", "residual", "positions", "scores", "holes", "spare")
+        total: dict[str, int] = dict.fromkeys(names, 0)
         for layer in self.layers:
             if not layer.store.empty:
                 for name, size in layer.memory().items():
@@ -143,13 +146,21 @@ class CompressedCache(Cache):
         for layer in self.layers:
             layer.recent = None
 
+    @contextmanager
+    def prefilling(self, counts: list[int], columns: int) -> Iterator[None]:
+        """The same while a prompt is fed. If it is refused before anything was fed, the cache is as it was."""
+        before, fed = (self.prefill_until, self.prompt_lengths), self.columns
+        self.expect_prefill(counts, columns)
+        try:
+            yield
+        except BaseException:
+            if self.columns == fed and self._call is None:
+                self.prefill_until, self.prompt_lengths = before
+            raise
+
     def check_rows(self, rows: int) -> None:
         """Raises CacheError if a call of `rows` rows does not fit."""
-        if not self.seen_tokens:
-            self.seen_tokens, self.turned_back = [0] * rows, [0] * rows
-            for layer in self.layers:
-                layer.start(rows)
-        if rows != self.rows:
+        if self.seen_tokens and rows != self.rows:
             raise CacheError(
                 f"this cache holds {self.rows} rows, but the call has {rows}; use cache.fork(n) or a new cache"
             )
@@ -162,11 +173,18 @@ class CompressedCache(Cache):
                 "go on from a fork made before it, or from a new cache"
             )
         self.check_rows(len(counts))
+        if not self.seen_tokens:
+            self._start(len(counts))
         if self.columns == 0 and self.prefill_until is None:
             self.expect_prefill(counts, columns)
         prefill = self.prefill_until is not None
         ends = self.prefill_until is not None and self.columns + columns >= self.prefill_until
         self._call = Call(columns, counts, prefill, ends)
+
+    def _start(self, rows: int) -> None:
+        self.seen_tokens, self.turned_back = [0] * rows, [0] * rows
+        for layer in self.layers:
+            layer.start(rows)
 
     def end_call(self) -> None:
         """Ends the forward pass."""
@@ -277,8 +295,8 @@ class CompressedCache(Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         raise CacheError(
-            f"crop({tokens_to_remove}): evicted and packed tokens cannot be put back, so assisted decoding and cropping "
-            "are not supported; use cache.fork() before a continuation that may be dropped"
+            f"crop({tokens_to_remove}): evicted and packed tokens cannot be put back, so assisted decoding and "
+            "cropping are not supported; use cache.fork() before a continuation that may be dropped"
         )
 
     def activate_past_recording(self) -> None:

@@ -4,29 +4,14 @@ B rows, T columns of this call; padding may stand before the tokens of a row, ne
 """
 
 import inspect
+import sys
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from kvcompress.cache import CompressedCache
-from kvcompress.compat import cache_argument
 from kvcompress.errors import CacheError, WrapError
-
-
-def decoder_of(model: nn.Module) -> nn.Module:
-    """The innermost module that takes ids, positions and the cache: a base model, or opt's decoder inside it."""
-    found = None
-    for module in model.modules():
-        parameters = inspect.signature(module.forward).parameters
-        if {"input_ids", "position_ids", cache_argument(module.forward)} <= set(parameters):
-            found = module
-    if found is None:
-        raise WrapError(
-            f"{type(model).__name__} has no module that takes input_ids, position_ids and a cache; "
-            "only decoder-only language models of transformers can be wrapped"
-        )
-    return found
 
 
 def call_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -36,10 +21,48 @@ def call_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     return dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
 
 
+def cache_in(arguments: dict[str, Any]) -> Any:
+    """The cache among the decoder's arguments, under its new or its old name; None if there is none."""
+    cache = arguments.get("cache")
+    return cache if cache is not None else arguments.get("past_key_values")
+
+
+def under_torch_compile() -> bool:
+    """Whether torch.compile runs this call.
+
+    Its tracer hands code that it cannot trace back to Python, where `is_compiling` is false; the callers know.
+    """
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "compile_wrapper" and frame.f_globals.get("__name__") == "torch._dynamo.eval_frame":
+            return True
+        frame = frame.f_back
+    return torch.compiler.is_compiling()
+
+
+def check_ids(ids: Any, vocabulary: int | None) -> None:
+    """Raises WrapError unless `ids` is an integer tensor [batch, columns] of tokens that the model knows."""
+    if not isinstance(ids, Tensor):
+        raise WrapError(
+            f"ids are a {type(ids).__name__}, expected an integer tensor [batch, columns]; "
+            'a tokenizer gives it as tokenizer(text, return_tensors="pt").input_ids'
+        )
+    if ids.dim() != 2 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise WrapError(
+            f"ids are {list(ids.shape)} of {ids.dtype}, expected an integer tensor [batch, columns]"
+            + ("; for one sequence pass ids[None]" if ids.dim() == 1 else "")
+        )
+    if not ids.numel():
+        raise WrapError(f"ids are {list(ids.shape)}, so they hold no token; feed at least one row and one column")
+    low, high = int(ids.min()), int(ids.max())
+    if vocabulary is not None and (low < 0 or high >= vocabulary):
+        raise WrapError(f"id {low if low < 0 else high} is outside the model's vocabulary of {vocabulary} tokens")
+
+
 def new_columns(mask: Tensor | None, rows: int, columns: int) -> list[int]:
     """How many of the last `columns` columns of a 2-D padding mask are tokens, per row.
 
-    Raises WrapError for a mask of another kind or width, and for padding behind a token.
+    Raises WrapError for a mask of another kind, one that is too narrow, and for padding behind a token.
     """
     if mask is None:
         return [columns] * rows
@@ -54,10 +77,31 @@ def new_columns(mask: Tensor | None, rows: int, columns: int) -> list[int]:
         if bool(behind.any()):
             row = int(behind.nonzero()[0])
             raise WrapError(
-                f"row {row} of attention_mask has padding behind a token; pad on the left "
-                "(tokenizer.padding_side = 'left')"
+                f"row {row} of attention_mask has padding behind a token; pad on the left (tokenizer.padding_side = "
+                "'left'), or, where generate took the pad token in a text for padding, pass a mask of ones"
             )
     return recent.sum(-1).tolist()
+
+
+def check_past(mask: Tensor | None, cache: CompressedCache, columns: int) -> None:
+    """Raises WrapError unless `mask` covers the call's `columns` columns alone, or says of the past what was fed.
+
+    What was fed cannot be masked out again, and a mask that is too wide belongs to other ids.
+    """
+    if mask is None or mask.shape[1] == columns:
+        return
+    past = mask[:, : mask.shape[1] - columns].bool()
+    if past.shape[1] != cache.columns:
+        raise WrapError(
+            f"attention_mask is {list(mask.shape)}, expected {columns} columns for these ids"
+            + (f", or {cache.columns + columns} with those that the cache has seen" if cache.columns else "")
+        )
+    for row, (said, seen) in enumerate(zip(past.sum(-1).tolist(), cache.seen_tokens, strict=False)):
+        if said != seen:
+            raise WrapError(
+                f"row {row} of attention_mask has {said} tokens before the new ones, but the cache was fed {seen}; "
+                "pass the mask that it was filled with, or only the mask of the new ids"
+            )
 
 
 def check_positions(given: Tensor | None, cache: CompressedCache, columns: int, counts: list[int]) -> None:
@@ -66,13 +110,14 @@ def check_positions(given: Tensor | None, cache: CompressedCache, columns: int, 
         return
     if given.dim() != 2 or given.shape[-1] != columns:
         raise WrapError(f"position_ids are {list(given.shape)}, expected [batch, {columns}] for these ids")
+    seen_tokens = cache.seen_tokens or [0] * len(counts)
     for row, count in enumerate(counts):
         ids = given[row if given.shape[0] > 1 else 0, columns - count :].tolist()
-        starts = {cache.seen_tokens[row], cache.columns + columns - count}
+        starts = {seen_tokens[row], cache.columns + columns - count}
         if ids and (ids != list(range(ids[0], ids[0] + count)) or ids[0] not in starts):
             raise WrapError(
                 f"position_ids of row {row} are {ids[:4]}…; a compressed cache counts positions itself, "
-                f"from {cache.seen_tokens[row]} here: leave position_ids out"
+                f"from {seen_tokens[row]} here: leave position_ids out"
             )
 
 
@@ -82,17 +127,18 @@ def prepare(cache: CompressedCache, arguments: dict[str, Any], vocabulary: int |
     source = ids if ids is not None else embeds
     if source is None:
         raise WrapError("neither input_ids nor inputs_embeds was given")
+    if ids is not None:
+        check_ids(ids, vocabulary)
+    elif source.dim() != 3 or not source.numel():
+        raise WrapError(
+            f"inputs_embeds are {list(source.shape)}, expected [batch, columns, hidden size], none of them 0"
+        )
     rows, columns = source.shape[:2]
-    if columns == 0:
-        raise WrapError("the input has no columns; feed at least one token")
-    if ids is not None and vocabulary is not None:
-        low, high = int(ids.min()), int(ids.max())
-        if low < 0 or high >= vocabulary:
-            raise WrapError(f"id {low if low < 0 else high} is outside the model's vocabulary of {vocabulary} tokens")
     counts = new_columns(arguments.get("attention_mask"), rows, columns)
     if cache.prefill_until is None and not all(counts):
         raise WrapError(f"row {counts.index(0)} of the batch is all padding; give each row at least one token")
     cache.check_rows(rows)
+    check_past(arguments.get("attention_mask"), cache, columns)
     check_positions(arguments.get("position_ids"), cache, columns, counts)
     cache.begin_call(columns, counts)
     device = source.device
@@ -104,12 +150,16 @@ def prepare(cache: CompressedCache, arguments: dict[str, Any], vocabulary: int |
     return arguments
 
 
+def past_mask(cache: CompressedCache, device: torch.device) -> Tensor:
+    """What was fed, its padding gathered at the left of each row: bool [B, columns fed]."""
+    padding = torch.tensor([cache.columns - seen for seen in cache.seen_tokens], device=device)
+    return torch.arange(cache.columns, device=device) >= padding[:, None]
+
+
 def _padding_mask(cache: CompressedCache, device: torch.device) -> Tensor | None:
     """All padding so far at the left of each row: [B, columns fed and to be fed]; None without padding."""
     total = cache.columns + cache.call.columns
-    padding = [
-        total - seen - count for seen, count in zip(cache.seen_tokens, cache.call.counts, strict=True)
-    ]
+    padding = [total - seen - count for seen, count in zip(cache.seen_tokens, cache.call.counts, strict=True)]
     if not any(padding):
         return None
     return (torch.arange(total, device=device) >= torch.tensor(padding, device=device)[:, None]).long()
@@ -121,8 +171,8 @@ def finish(cache: CompressedCache, hidden: Tensor) -> None:
     for layer in cache.layers:
         if layer.store.seen != expected:
             raise WrapError(
-                f"layer {layer.index} did not hand its keys to the cache (it got {layer.store.seen} of {expected} tokens); "
-                "this model's attention cannot run over a compressed cache"
+                f"layer {layer.index} did not hand its keys to the cache (it got {layer.store.seen} of {expected} "
+                "tokens); this model's attention cannot run over a compressed cache"
             )
     if bool(hidden[:, -1].isnan().any()):
         raise CacheError(

@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import inspect
-import sys
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation.configuration_utils import GenerationMode
 
 from kvcompress import attention
 from kvcompress.cache import CompressedCache
 from kvcompress.compat import cache_argument
+from kvcompress.decoder import decoder_of, layer_windows
 from kvcompress.errors import CacheError, WrapError
-from kvcompress.inputs import call_arguments, decoder_of, finish, new_columns, prepare
+from kvcompress.inputs import (
+    cache_in,
+    call_arguments,
+    check_ids,
+    check_past,
+    finish,
+    new_columns,
+    past_mask,
+    prepare,
+    under_torch_compile,
+)
 from kvcompress.methods.base import Method
 from kvcompress.methods.exact import Exact
 from kvcompress.models import weights_fingerprint
@@ -42,26 +52,28 @@ class Wrapped:
     def __init__(self, model: PreTrainedModel, method: Method) -> None:
         self.model, self.method = model, method
         self.windows = layer_windows(model)
+        self._refuse_wrapped()
         self.decoder = decoder_of(model)
         self.cache_name = cache_argument(model.forward)
-        self._decoder_cache_name = cache_argument(self.decoder.forward)
         self._rotaries: list[Rotary | None] | None = None
         self._identity: str | None = None
         self._cache: CompressedCache | None = None
         self._undo: list[Callable[[], None]] = []
         if method.position_mode == "cache":
             self.rotaries()
-        if any(window is not None for window in self.windows) and all(window is not None for window in self.windows):
-            if not isinstance(method, Exact):
-                warnings.warn(
-                    f"every layer of {type(model).__name__} has a sliding or chunked window of its own, which is kept "
-                    f"exact: {method} changes nothing",
-                    stacklevel=4,
-                )
+        if self.windows and None not in self.windows and not isinstance(method, Exact):
+            warnings.warn(
+                f"every layer of {type(model).__name__} has a sliding or chunked window of its own, which is kept "
+                f"exact: {method} changes nothing",
+                stacklevel=3,
+            )
 
     def __enter__(self) -> Wrapped:
-        if getattr(self.model, "_kvcompress_wrapped", None) is not None:
-            raise WrapError("this model is wrapped already; leave the first `with wrap(...)` block before the next")
+        self._refuse_wrapped()
+        if self.model._compiled_call_impl is not None:
+            raise WrapError(
+                "this model was compiled by model.compile(); a wrapped model runs uncompiled: load it again"
+            )
         attention.register()
         self._set(self.model, "_kvcompress_wrapped", self)
         for config in self._configs():
@@ -123,7 +135,9 @@ class Wrapped:
         return self._rotaries
 
     @torch.no_grad()
-    def __call__(self, ids: Tensor, cache: CompressedCache | None = None, attention_mask: Tensor | None = None, **options: Any) -> Any:
+    def __call__(
+        self, ids: Tensor, cache: CompressedCache | None = None, attention_mask: Tensor | None = None, **options: Any
+    ) -> Any:
         """One forward pass of `ids` [B, T] over `cache`: the prompt if it is empty, else decoding."""
         cache = cache if cache is not None else self.new_cache()
         self._require_entered()
@@ -144,15 +158,17 @@ class Wrapped:
         """
         self._require_entered()
         cache = cache if cache is not None else self.new_cache()
+        check_ids(ids, self._vocabulary)
         counts = new_columns(attention_mask, *ids.shape)
-        self._expect(cache, counts, ids.shape[1])
+        check_past(attention_mask, cache, ids.shape[1])
         chunk = self._chunk(chunk, ids.shape[1]) or ids.shape[1]
         options = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(self.model.forward).parameters else {}
         mask = None if attention_mask is None else attention_mask[:, attention_mask.shape[1] - ids.shape[1] :]
         output = None
-        for start in range(0, ids.shape[1], chunk):
-            part = slice(start, start + chunk)
-            output = self(ids[:, part], cache, None if mask is None else mask[:, part], **options)
+        with self._prompt(cache, counts, ids.shape[1]):
+            for start in range(0, ids.shape[1], chunk):
+                part = slice(start, start + chunk)
+                output = self(ids[:, part], cache, None if mask is None else mask[:, part], **options)
         assert output is not None
         output.logits = output.logits[:, -1:]
         return output
@@ -167,14 +183,20 @@ class Wrapped:
         ids = options.pop("input_ids", None) if ids is None else ids
         if ids is None:
             raise WrapError("generate needs input ids [batch, columns]")
+        check_ids(ids, self._vocabulary)
         if cache is not None:
+            self._check(cache)
             options[self.cache_name] = cache
             if cache.columns:
+                cache.check_rows(len(ids))
                 mask = options.pop("attention_mask", None)
                 mask = torch.ones_like(ids) if mask is None else mask
-                past = mask.new_ones(ids.shape[0], cache.columns)
+                new_columns(mask, *ids.shape)
+                check_past(mask, cache, ids.shape[1])
+                past = past_mask(cache, ids.device).to(mask.dtype)
                 options["attention_mask"] = torch.cat([past, mask[:, mask.shape[1] - ids.shape[1] :]], 1)
-        return self.model.generate(ids, **options)
+        generate: Any = self.model.generate
+        return generate(ids, **options)
 
     def _require_entered(self) -> None:
         if not self._undo:
@@ -191,12 +213,22 @@ class Wrapped:
             return max(1, min(1024, trained // 4))
         return chunk
 
-    def _expect(self, cache: CompressedCache, counts: list[int], columns: int) -> None:
+    def _prompt(self, cache: CompressedCache, counts: list[int], columns: int) -> AbstractContextManager[None]:
+        """While a prompt of `columns` columns is fed, `counts[b]` of them tokens of row b."""
         self._check(cache)
         if not all(counts):
             raise WrapError(f"row {counts.index(0)} of the batch is all padding; give each row at least one token")
         cache.check_rows(len(counts))
-        cache.expect_prefill(counts, columns)
+        return cache.prefilling(counts, columns)
+
+    def _refuse_wrapped(self) -> None:
+        if getattr(self.model, "_kvcompress_wrapped", None) is not None:
+            raise WrapError("this model is wrapped already; leave the first `with wrap(...)` block before the next")
+
+    @property
+    def _vocabulary(self) -> int | None:
+        """How many ids the model can embed."""
+        return getattr(self.model.get_input_embeddings(), "num_embeddings", None)
 
     def _check(self, cache: Any) -> None:
         if not isinstance(cache, CompressedCache):
@@ -204,14 +236,18 @@ class Wrapped:
                 f"the call was given a {type(cache).__name__}; while wrapped, use wrapped.new_cache() or give none"
             )
         if cache.identity != self.identity:
-            raise CacheError("this cache was made for another model (or other weights or dtype); make one with wrapped.new_cache()")
+            raise CacheError(
+                "this cache was made for another model (or other weights or dtype); make one with wrapped.new_cache()"
+            )
 
     def _before(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         arguments = call_arguments(module, args, kwargs)
-        cache = arguments.get(self._decoder_cache_name)
+        cache = cache_in(arguments)
         if arguments.get("output_attentions") or getattr(self.model.config, "output_attentions", False):
-            raise WrapError("output_attentions=True: attention weights are not kept over a compressed cache; leave it out")
-        if torch.compiler.is_compiling():
+            raise WrapError(
+                "output_attentions=True: attention weights are not kept over a compressed cache; leave it out"
+            )
+        if under_torch_compile():
             raise WrapError("torch.compile of a wrapped model is not supported; call it uncompiled")
         if cache is None:
             if arguments.get("use_cache") is False:
@@ -223,14 +259,13 @@ class Wrapped:
             )
             return None
         self._check(cache)
-        if torch.is_grad_enabled() and next(self.model.parameters()).requires_grad:
+        if torch.is_grad_enabled() and any(weight.requires_grad for weight in self.model.parameters()):
             raise WrapError("gradients do not flow through a compressed cache; call the model under torch.no_grad()")
         self._cache = cache
-        vocabulary = self.model.get_input_embeddings().num_embeddings
-        return (), prepare(cache, arguments, vocabulary)
+        return (), prepare(cache, arguments, self._vocabulary)
 
     def _after(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        cache = kwargs.get(self._decoder_cache_name)
+        cache = cache_in(kwargs)
         if isinstance(cache, CompressedCache):
             finish(cache, output[0])
 
@@ -239,7 +274,9 @@ class Wrapped:
     ) -> None:
         """Stands in for the model's own: gives generate a cache of ours, and refuses what cannot run over one."""
         if generation_mode == GenerationMode.ASSISTED_GENERATION:
-            raise WrapError("assisted decoding rolls the cache back, which a compressed one cannot; generate without it")
+            raise WrapError(
+                "assisted decoding rolls the cache back, which a compressed one cannot; generate without it"
+            )
         if generation_config.use_cache is False:
             raise WrapError("use_cache=False: a wrapped model needs its cache; leave use_cache out")
         asked = generation_config.cache_implementation
@@ -249,13 +286,14 @@ class Wrapped:
         if cache is None:
             cache = model_kwargs[self.cache_name] = self.new_cache()
         self._check(cache)
-        cache._is_user_defined = True
+        cache._is_user_defined = True  # pyright: ignore[reportAttributeAccessIssue]
 
     def _prefill_for_generate(
         self, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
         """Tells the cache where the prompt of `generate` ends, then runs the model's own prefill."""
         cache = model_kwargs.get(self.cache_name)
+        prompt: AbstractContextManager[None] = nullcontext()
         if isinstance(cache, CompressedCache):
             mask = model_kwargs.get("attention_mask")
             embeds = model_kwargs.get("inputs_embeds")
@@ -263,10 +301,16 @@ class Wrapped:
             if cache.columns and (mask is None or mask.shape[1] == input_ids.shape[1]):
                 columns -= cache.columns
             if columns < 1:
-                raise WrapError(f"the cache has seen {cache.columns} columns already; give generate at least one new token")
-            self._expect(cache, new_columns(mask, input_ids.shape[0], columns), columns)
+                raise WrapError(
+                    f"the cache has seen {cache.columns} columns already; give generate at least one new token"
+                )
+            if input_ids.numel():
+                check_ids(input_ids, self._vocabulary)
             generation_config.prefill_chunk_size = self._chunk(generation_config.prefill_chunk_size, columns)
-        return type(self.model)._prefill(self.model, input_ids, generation_config, model_kwargs, *args, **kwargs)
+            prompt = self._prompt(cache, new_columns(mask, input_ids.shape[0], columns), columns)
+        own: Any = type(self.model)
+        with prompt:
+            return own._prefill(self.model, input_ids, generation_config, model_kwargs, *args, **kwargs)
 
     def _configs(self) -> list[Any]:
         found = {id(module.config): module.config for module in self.model.modules() if hasattr(module, "config")}
@@ -285,37 +329,3 @@ class Wrapped:
 
         setattr(target, name, value)
         self._undo.append(restore)
-
-
-def layer_windows(model: PreTrainedModel) -> list[int | None]:
-    """For each layer the number of tokens that its sliding or chunked window keeps, None for full attention.
-
-    Raises WrapError for a model whose attention does not go through transformers' attention interface, or with
-    layers that keep something else than keys and values.
-    """
-    name = type(model).__name__
-    if not isinstance(model, PreTrainedModel):
-        raise WrapError(f"wrap takes a transformers model, got {name}")
-    config = model.config.get_text_config(decoder=True)
-    if model.config.is_encoder_decoder or not model.can_generate():
-        raise WrapError(f"{name} is no decoder-only language model; load it with AutoModelForCausalLM")
-    if not hasattr(sys.modules[type(model).__module__], "ALL_ATTENTION_FUNCTIONS"):
-        raise WrapError(
-            f"{name} ({config.model_type}) never calls transformers' attention interface, so its attention cannot run "
-            "over a compressed cache"
-        )
-    layers = DynamicCache(config=config).layers
-    if not layers:
-        return [None] * config.num_hidden_layers
-    windows: list[int | None] = []
-    for index, layer in enumerate(layers):
-        if type(layer) is DynamicLayer:
-            windows.append(None)
-        elif type(layer) is DynamicSlidingWindowLayer:
-            windows.append(max(1, layer.sliding_window - 1))
-        else:
-            raise WrapError(
-                f"layer {index} of {name} keeps {type(layer).__name__}, not plain keys and values; "
-                "linear-attention, shared and state-space layers are not supported"
-            )
-    return windows
