@@ -91,7 +91,7 @@ class DenseStore(Slots):
 
     def memory(self) -> dict[str, int]:
         """Bytes by what they are; `holes` is what shorter rows of a batch leave unused, `spare` is room to grow."""
-        sizes = dict.fromkeys(("keys", "values", "positions", "scores", "holes", "spare"), 0)
+        sizes: dict[str, int] = dict.fromkeys(("keys", "values", "positions", "scores", "holes", "spare"), 0)
         slots = len(self.lengths) * self.length
         for name, column in self.columns().items():
             used = column.bytes_per_slot * column.used
@@ -103,8 +103,9 @@ class DenseStore(Slots):
 
     def select_rows(self, index: list[int], on_device: Tensor) -> None:
         """Keeps rows `index` in that order; `on_device` is the same on the store's device."""
+        longest = max(self.lengths[row] for row in index)
         for column in self.columns().values():
-            column.select_rows(on_device)
+            column.select_rows(on_device, longest)
         self.select_counts(index)
 
     def fork(self, copies: int = 1) -> "DenseStore":

@@ -106,13 +106,16 @@ class Growing:
         if first:
             self.view[:, :, :first] = before.clone()
 
-    def select_rows(self, index: Tensor) -> None:
-        """Keeps rows `index` [B'] in that order, for beam search."""
+    def select_rows(self, index: Tensor, used: int | None = None) -> None:
+        """Keeps rows `index` [B'] in that order, and of their slots the first `used`."""
+        self.used = self.used if used is None else used
         self._adopt(self.view.index_select(0, index))
 
     @property
     def _shared(self) -> bool:
-        return self._overlapping or len(self._owners) > 1
+        # What was made under inference_mode cannot be written outside of it.
+        frozen = self.buffer.is_inference() and not torch.is_inference_mode_enabled()
+        return self._overlapping or len(self._owners) > 1 or frozen
 
     def _new(self, capacity: int) -> Tensor:
         return self.buffer.new_zeros(*self.buffer.shape[:2], capacity, *self.buffer.shape[3:])

@@ -112,7 +112,9 @@ class PackedStore(Slots):
         for rows, (front, packed) in runs_of_rows(self.fronts, self.keys.counts):
             keys = self.front[0] if self.front and front else self.filled[0]
             if packed and count > front:
-                raise ValueError(f"of the first {count} keys only {front} are in full precision; packed ones do not rotate")
+                raise ValueError(
+                    f"only {front} of the first {count} keys are in full precision; packed ones do not rotate"
+                )
             found.append((rows, keys.writable()[rows, :, :count]))
         return found
 
@@ -169,7 +171,9 @@ class PackedStore(Slots):
 
     def memory(self) -> dict[str, int]:
         """Bytes by what they are. `residual` is all that is in full precision, `holes` what is held for nothing."""
-        sizes = dict.fromkeys(("keys", "values", "scales", "residual", "positions", "scores", "holes", "spare"), 0)
+        sizes: dict[str, int] = dict.fromkeys(
+            ("keys", "values", "scales", "residual", "positions", "scores", "holes", "spare"), 0
+        )
         for name, codes in (("keys", self.keys), ("values", self.values)):
             for target, parts in ((name, ("words",)), ("scales", ("scale", "minimum"))):
                 used, spare = codes.nbytes(parts)
@@ -204,12 +208,23 @@ class PackedStore(Slots):
 
     def select_rows(self, index: list[int], on_device: Tensor) -> None:
         """Keeps rows `index` in that order; `on_device` is the same on the store's device."""
-        for part in self.columns().values():
-            part.select_rows(on_device)
         self.select_counts(index)
         self.keys.counts = [self.keys.counts[row] for row in index]
         self.values.counts = [self.values.counts[row] for row in index]
         self.fronts = [self.fronts[row] for row in index]
+        entries = self._entries()
+        for name, part in self.columns().items():
+            part.select_rows(on_device, entries[name])
+
+    def _entries(self) -> dict[str, int]:
+        """How many entries of each part the longest row needs."""
+        needed = {"positions": self.length, "scores": self.length}
+        for name, codes in (("keys", self.keys), ("values", self.values)):
+            for part, tokens in codes.tokens_per_entry.items():
+                needed[f"{name}.{part}"] = -(-max(codes.counts) // tokens)
+            needed[f"tail.{name}"] = max(self.tail_lengths(codes))
+            needed[f"front.{name}"] = self.front_size
+        return needed
 
     def take_over(self, dense: DenseStore) -> None:
         """Starts from the unpacked tokens of `dense`, sharing its memory."""
@@ -222,13 +237,19 @@ class PackedStore(Slots):
 
     def tensors(self) -> dict[str, Tensor]:
         """The used part of every tensor, for `save`."""
-        return {name: part.view for name, part in self.columns().items()}
+        entries = self._entries()
+        return {name: part.view[:, :, : entries[name]] for name, part in self.columns().items()}
 
     def state(self) -> dict[str, Any]:
-        options = {"bits": self.bits, "group_size": self.group_size, "residual": self.residual, "front": self.front_size}
-        counts = {"packed_keys": self.keys.counts, "packed_values": self.values.counts, "holes": self.has_holes}
-        counts["fronts"] = self.fronts
-        return {**super().state(), "options": options, **counts}
+        names = ("bits", "group_size", "residual")
+        return {
+            **super().state(),
+            "options": {name: getattr(self, name) for name in names} | {"front": self.front_size},
+            "fronts": self.fronts,
+            "packed_keys": self.keys.counts,
+            "packed_values": self.values.counts,
+            "holes": self.has_holes,
+        }
 
     @classmethod
     def load(cls, state: dict[str, Any], tensors: dict[str, Tensor]) -> PackedStore:
@@ -239,9 +260,12 @@ class PackedStore(Slots):
         grown = {name: Growing(tensor) for name, tensor in tensors.items()}
         store.positions, store.scores = grown.pop("positions", None), grown.pop("scores", None)
         if "front.keys" in grown:
-            store.front = grown["front.keys"], grown["front.values"]
+            store.front = Growing(tensors["front.keys"], floor=0), Growing(tensors["front.values"], floor=0)
         if "tail.keys" in grown:
-            store.tail = grown["tail.keys"], grown["tail.values"]
+            store.tail = (
+                Growing(tensors["tail.keys"], PACKED_SPARE),
+                Growing(tensors["tail.values"], PACKED_SPARE),
+            )
             store.values.group_size = min(store.group_size, store.tail[1].buffer.shape[-1])
         for codes, counts, prefix in (
             (store.keys, state["packed_keys"], "keys."),
@@ -249,6 +273,8 @@ class PackedStore(Slots):
         ):
             codes.counts = list(counts)
             codes.parts = {name.removeprefix(prefix): part for name, part in grown.items() if name.startswith(prefix)}
+            for name, part in codes.parts.items():
+                part.floor = -(-PACKED_SPARE // codes.tokens_per_entry[name])
         return store
 
 
