@@ -52,7 +52,7 @@ _MOE = {"num_experts_per_tok": 2}
 _YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 8.0, "original_max_position_embeddings": 64}
 _SLIDING = {"use_sliding_window": True, "sliding_window": WINDOW}
 
-_OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS: dict[str, dict[str, Any]] = {
     "llama": _narrow(),
     # All layers of these slide or none does.
     "mistral": _narrow(sliding_window=None),
@@ -103,7 +103,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     ),
 }
 
-FAMILIES = list(_OPTIONS)
+FAMILIES = list(OPTIONS)
 WITHOUT_ROTARY = {"gpt2", "opt"}
 
 
@@ -120,7 +120,7 @@ def build(model_type: str, **options: Any) -> PreTrainedModel:
 @cache
 def tiny(family: str) -> PreTrainedModel:
     """The tiny model of one of `FAMILIES`, built once; whoever wraps it must unwrap it."""
-    return build(family, **_OPTIONS[family])
+    return build(family, **OPTIONS[family])
 
 
 @torch.no_grad()

@@ -65,10 +65,10 @@ def recording(wrapped: Wrapped) -> Iterator[list[Call]]:
 
     update = CacheLayer.update
 
-    def recorded_update(layer: CacheLayer, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def recorded_update(self: CacheLayer, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         calls[-1].keys.append(key_states.clone())
         calls[-1].values.append(value_states.clone())
-        return update(layer, key_states, value_states, *args, **kwargs)
+        return update(self, key_states, value_states, *args, **kwargs)
 
     CacheLayer.update = recorded_update
     hooks = [
@@ -189,7 +189,7 @@ class _Run:
 
     def attention(
         self,
-        module: nn.Module,
+        module: Any,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -199,7 +199,7 @@ class _Run:
         s_aux: Tensor | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        layer, heads = int(module.layer_idx), key.shape[1]
+        layer, heads = module.layer_idx, key.shape[1]
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         query = query.double().unflatten(1, (heads, -1))
         key, value = key.double(), value.double()

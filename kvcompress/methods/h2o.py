@@ -34,7 +34,9 @@ class H2O(Evicting):
         check_positions(self.positions)
         if self.budget is not None:
             if self.heavy is not None or self.recent is not None:
-                raise ValueError(f"give budget, or heavy and recent, not both: {self.budget!r}, {self.heavy!r}, {self.recent!r}")
+                raise ValueError(
+                    f"give budget, or heavy and recent, not both: {self.budget!r}, {self.heavy!r}, {self.recent!r}"
+                )
             check_budget(self.budget, at_least=2, reason="one heavy and one recent token")
             return
         if self.heavy is None or self.recent is None:

@@ -132,11 +132,13 @@ class LayerView:
                 "Check the model's dtype (float16 overflows in some models; bfloat16 or float32 do not)"
             )
         alive = self.store.alive(votes.device)
-        closed = always if alive is None else always | ~alive
+        if alive is not None:
+            always, closed = always & alive, always | ~alive
+        else:
+            closed = always
         ranked = votes.masked_fill(closed, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
-        chosen = torch.tensor(counts, device=votes.device)[:, None] - (always if alive is None else always & alive).sum(-1)
-        open_slots = (~closed).sum(-1)
-        chosen = torch.minimum(chosen.clamp(min=0), open_slots)
+        wanted = column(counts, votes.device) - always.sum(-1)
+        chosen = torch.minimum(wanted.clamp(min=0), (~closed).sum(-1))
         best = torch.arange(votes.shape[2], device=votes.device) < chosen[..., None]
         picked = torch.zeros_like(votes, dtype=torch.bool).scatter(2, ranked, best.expand_as(votes))
-        return picked | (always if alive is None else always & alive)
+        return picked | always

@@ -40,7 +40,7 @@ class Codes:
         return type(whole)(whole.words[rows], whole.scale[rows], whole.minimum[rows], self.bits, self.group_size)
 
     def append(self, x: Tensor, counts: list[int], alive: Tensor | None) -> None:
-        """Quantises the first `counts[b]` tokens of `x` [B, H, T, D]; where `alive` [B, H, T] is false, they are holes."""
+        """Quantises the first `counts[b]` tokens of `x` [B, H, T, D]; those not `alive` [B, H, T] are holes."""
         if not any(counts):
             return
         if not self.parts:
