@@ -1,6 +1,6 @@
 """Evaluation through a real compressed cache: long-context tasks made in code, and tasks out of local files."""
 
-from kvcompress.evals.generate import FAMILIES, Sample, generate, split_prompt
+from kvcompress.evals.generate import FAMILIES, Sample, make_samples, split_prompt
 from kvcompress.evals.local_data import LOCAL_TASKS, MissingData
 from kvcompress.evals.tasks import TASKS_FOLDER, find_tasks
 
@@ -11,6 +11,6 @@ __all__ = [
     "MissingData",
     "Sample",
     "find_tasks",
-    "generate",
+    "make_samples",
     "split_prompt",
 ]

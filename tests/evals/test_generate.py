@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcompress.evals import FAMILIES, Sample, generate, split_prompt
+from kvcompress.evals import FAMILIES, Sample, make_samples, split_prompt
 from kvcompress.evals.generate.draft import Setting, largest_fitting
 from kvcompress.evals.haystack import load_haystack
 from tests.evals.tiny import SENTENCE_BYTES, byte_level, trained
@@ -22,7 +22,7 @@ LENGTHS = st.integers(1600, 6000)
 
 def one(family: str, haystack: str, length: int, depth: float, seed: int, **options: Any) -> Sample:
     """The first sample of a family, its length in bytes."""
-    made = generate(
+    made = make_samples(
         family, byte_level(), length=length, samples=1, seed=seed, haystack=haystack, depths=[depth], **options
     )
     return made[0]
@@ -157,7 +157,7 @@ def test_the_passkey_is_said_twice_at_its_depth(haystack_file: str, length: int,
 @pytest.mark.parametrize("family", FAMILIES)
 def test_both_forms_have_the_same_prompts_cut_before_or_behind_the_question(family: str, haystack_file: str) -> None:
     forms = [
-        generate(family, byte_level(), length=2000, samples=3, haystack=haystack_file, query_aware=aware)
+        make_samples(family, byte_level(), length=2000, samples=3, haystack=haystack_file, query_aware=aware)
         for aware in (True, False)
     ]
     for aware, agnostic in zip(*forms, strict=True):
@@ -176,7 +176,7 @@ def test_both_forms_have_the_same_prompts_cut_before_or_behind_the_question(fami
 
 
 def test_a_prompt_in_a_chat_template_is_cut_at_the_stripped_question(haystack_file: str) -> None:
-    (sample,) = generate("needle", byte_level(), length=1500, samples=1, haystack=haystack_file)
+    (sample,) = make_samples("needle", byte_level(), length=1500, samples=1, haystack=haystack_file)
     message = (sample.context + sample.question).strip()
     prompt = f"<user>{message}<end><assistant>{sample.answer_prefix}"
     assert split_prompt(prompt, sample.to_doc()) == (f"<user>{message}", f"<end><assistant>{sample.answer_prefix}")
@@ -187,14 +187,14 @@ def test_documents_of_other_tasks_are_compressed_whole() -> None:
 
 
 def test_a_truncated_prompt_without_its_question_is_refused(haystack_file: str) -> None:
-    (sample,) = generate("needle", byte_level(), length=1500, samples=1, haystack=haystack_file)
+    (sample,) = make_samples("needle", byte_level(), length=1500, samples=1, haystack=haystack_file)
     with pytest.raises(ValueError, match="does not stand in the prompt"):
         split_prompt(sample.context, sample.to_doc())
 
 
 def test_another_length_hides_the_same_needles(haystack_file: str) -> None:
     short, long = (
-        generate("needle", byte_level(), length=length, samples=4, haystack=haystack_file, keys=3)
+        make_samples("needle", byte_level(), length=length, samples=4, haystack=haystack_file, keys=3)
         for length in (1500, 5000)
     )
     for i in range(4):
@@ -206,7 +206,7 @@ def test_another_length_hides_the_same_needles(haystack_file: str) -> None:
 
 def test_the_first_samples_cover_all_depths_and_more_samples_change_none(haystack_file: str) -> None:
     few, many = (
-        generate("needle", byte_level(), length=1500, samples=count, haystack=haystack_file) for count in (11, 15)
+        make_samples("needle", byte_level(), length=1500, samples=count, haystack=haystack_file) for count in (11, 15)
     )
     assert [sample.depth for sample in few] == [i / 10 for i in range(11)]
     assert many[:11] == few
@@ -216,7 +216,7 @@ def test_samples_are_bitwise_the_same_on_every_machine(haystack_file: str) -> No
     made = [
         {**sample.to_doc(), "haystack": None}
         for family in FAMILIES
-        for sample in generate(family, byte_level(), length=2500, samples=3, haystack=haystack_file)
+        for sample in make_samples(family, byte_level(), length=2500, samples=3, haystack=haystack_file)
     ]
     digest = hashlib.sha256(json.dumps(made, sort_keys=True).encode()).hexdigest()
     # Each run of the tests has another PYTHONHASHSEED. If the samples change on purpose, so must metadata.version.
@@ -243,12 +243,12 @@ def test_samples_are_bitwise_the_same_on_every_machine(haystack_file: str) -> No
 )
 def test_mistakes_are_named(family: str, asked: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        generate(family, byte_level(), **{"length": 4000, "samples": 1, **asked})
+        make_samples(family, byte_level(), **{"length": 4000, "samples": 1, **asked})
 
 
 def test_the_shortest_length_named_by_the_error_works(haystack_file: str) -> None:
     with pytest.raises(ValueError, match="too short") as refusal:
-        generate("needle", byte_level(), length=64, samples=1, haystack=haystack_file)
+        make_samples("needle", byte_level(), length=64, samples=1, haystack=haystack_file)
     shortest = int(re.findall(r"has (\d+)", str(refusal.value))[0])
-    (sample,) = generate("needle", byte_level(), length=shortest, samples=1, haystack=haystack_file)
+    (sample,) = make_samples("needle", byte_level(), length=shortest, samples=1, haystack=haystack_file)
     assert sample.length == shortest

@@ -17,7 +17,7 @@ from kvcompress.evals.generate.two_turn import two_turn
 from kvcompress.evals.generate.variable_tracking import variable_tracking
 from kvcompress.evals.haystack import load_haystack
 
-__all__ = ["FAMILIES", "Family", "Sample", "Tokenizer", "generate", "split_prompt"]
+__all__ = ["FAMILIES", "Family", "Sample", "Tokenizer", "make_samples", "split_prompt"]
 
 EVENLY = tuple(i / 10 for i in range(11))
 
@@ -47,7 +47,7 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def generate(
+def make_samples(
     family: str,
     tokenizer: Tokenizer,
     *,

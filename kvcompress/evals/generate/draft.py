@@ -65,8 +65,15 @@ def largest_fitting(draft: Draft, setting: Setting) -> tuple[int, int]:
             f"length={setting.length} tokens is too short: the shortest prompt of this task has {count(1)}; "
             f"give at least that many"
         )
-    per_unit = max((count(17) - count(1)) / 16, 0.25)
-    fits = max(1, int((setting.length - count(1)) / per_unit))
+    # Counting a long prompt is slow, so first jump to where the room left should be used up.
+    units, step = 1, 16
+    for _ in range(4):
+        per_unit = max((count(units + step) - count(units)) / step, 1)
+        units += step
+        step = max(int((setting.length - count(units)) / per_unit), 1 - units)
+        if abs(step) <= 2:
+            break
+    fits = units + step
     step = 1
     while count(fits) > setting.length:
         fits, step = max(1, fits - step), step * 2

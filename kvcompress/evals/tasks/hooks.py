@@ -5,7 +5,7 @@ from typing import Any
 
 from datasets import Dataset
 
-from kvcompress.evals.generate import FAMILIES, Tokenizer, generate
+from kvcompress.evals.generate import FAMILIES, Tokenizer, make_samples
 from kvcompress.evals.local_data import read_items
 from kvcompress.evals.scoring import any_contained, exact_match, recall
 from kvcompress.models import load_tokenizer
@@ -45,7 +45,7 @@ def generated_documents(
             f"the {family} task measures its length in tokens and needs a tokenizer: pass metadata "
             f"{{'tokenizer': NAME or folder}} or model arguments with pretrained=NAME"
         )
-    made = generate(
+    made = make_samples(
         family,
         load_tokenizer(measure) if isinstance(measure, str) else measure,
         length=fixed_length or length,
