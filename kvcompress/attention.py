@@ -15,9 +15,11 @@ from kvcompress.cache_layer import CacheLayer
 from kvcompress.errors import WrapError
 from kvcompress.kernels import reference, sdpa
 from kvcompress.stores.dense import DenseStore
+from kvcompress.stores.packed import PackedStore
 from kvcompress.visibility import LazyMask, Visibility, lazy_mask, visibility
 
 NAME = "kvcompress"
+FEW_COLUMNS = 8  # queries at one time that still count as decoding
 
 
 def attention(
@@ -33,7 +35,9 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Attention of one layer: output [B, T, H * G, D], and no weights."""
     if attention_mask is not None and not isinstance(attention_mask, LazyMask):
-        raise WrapError("a ready-made 4-D attention mask cannot be used with a compressed cache; pass the 2-D padding mask")
+        raise WrapError(
+            "a ready-made 4-D attention mask cannot be used with a compressed cache; pass the 2-D padding mask"
+        )
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if isinstance(key, Tensor):
         assert isinstance(value, Tensor)
@@ -58,12 +62,30 @@ def attend(
     if layer.wants_scores and query.shape[3] == 1:
         return reference.attend(query, store, seen.mask, **options, sum_columns=True)
     sums = reference.column_sums(query, store, seen.mask, **options) if layer.wants_scores else None
+    return over(query, store, seen, **options), sums
+
+
+def over(
+    query: Tensor,
+    store: DenseStore | PackedStore,
+    seen: Visibility,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Output [B, H, G, T, D] of `query` over all of `store`, by the fastest kernel that takes the case."""
+    columns = query.shape[3]
+    if columns <= FEW_COLUMNS:
+        mask = seen.mask(0, columns)
+        fast = kernels.attend_decode(query, store.layout(), mask, scaling=scaling, softcap=softcap, sinks=sinks)
+        if fast is not None:
+            return fast
     plain = store.plain()
     if plain is not None and softcap is None and sinks is None:
         if seen.causal:
-            return sdpa.causal(query, *plain, scaling=scaling), sums
-        return sdpa.masked(query, *plain, seen.mask, scaling=scaling), sums
-    return reference.attend(query, store, seen.mask, **options)[0], sums
+            return sdpa.causal(query, *plain, scaling=scaling)
+        return sdpa.masked(query, *plain, seen.mask, scaling=scaling)
+    return reference.attend(query, store, seen.mask, scaling=scaling, softcap=softcap, sinks=sinks)[0]
 
 
 def _without_cache(

@@ -73,6 +73,33 @@ def run(
 
 
 @app.command()
+def bench(
+    case: Annotated[list[str] | None, typer.Argument(help="Cases to run; all by default.")] = None,
+    check: Annotated[bool, typer.Option(help="Exit with 1 if a limit is missed.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder for bench.json and bench.png.")] = None,
+) -> None:
+    """Time and bytes beside what you would pick instead, as paired ratios in one run."""
+    from kvcompress.measure.bench.case import cases
+    from kvcompress.measure.bench.report import as_json, figure, run_cases, table
+    from kvcompress.runs.records import write_whole
+    from kvcompress.text_form import nearest
+
+    for name in case or []:
+        if name not in cases:
+            raise ValueError(f"unknown case {name!r}{nearest(name, list(cases))}")
+    lines = run_cases(case or [], lambda name: console.print(f"running {name}", highlight=False))
+    console.print(table(lines))
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        write_whole(out / "bench.json", as_json(lines))
+        picture = figure(lines)
+        if picture is not None:
+            write_whole(out / "bench.png", picture)
+    if check and any(line.passed is False for line in lines):
+        raise typer.Exit(1)
+
+
+@app.command()
 def methods() -> None:
     """List the methods with their options."""
     from dataclasses import MISSING, fields

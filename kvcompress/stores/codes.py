@@ -31,7 +31,10 @@ class Codes:
         self.parts: dict[str, Growing] = {}
 
     @property
-    def packed(self) -> PackedKeys | PackedValues:
+    def packed(self) -> PackedKeys | PackedValues | None:
+        """All that is packed; None while nothing is."""
+        if not self.parts:
+            return None
         layout = PackedKeys if self.kind == "keys" else PackedValues
         return layout(*(self.parts[name].view for name in ("words", "scale", "minimum")), self.bits, self.group_size)
 

@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
+from kvcompress.kernels.layout import DenseLayer
 from kvcompress.stores.growing import Growing
 from kvcompress.stores.slots import Slots, ends_mask, first_change, kept_index
 
@@ -49,6 +50,10 @@ class DenseStore(Slots):
     def mix(self, weights: Tensor) -> Tensor:
         """`weights` fp32 [B, H, M, S] times the values: fp32 [B, H, M, D]."""
         return weights @ self.values.float()
+
+    def layout(self) -> DenseLayer:
+        """All tensors as the kernels read them."""
+        return DenseLayer(self.keys, self.values, self.lengths)
 
     def plain(self) -> tuple[Tensor, Tensor] | None:
         """Keys and values [B, H, S, D]: here all are in full precision."""

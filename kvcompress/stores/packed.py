@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvcompress.kernels import reference
-from kvcompress.kernels.layout import LANES, PackedKeys, PackedValues
+from kvcompress.kernels.layout import LANES, PackedKeys, PackedLayer, PackedValues
 from kvcompress.stores import holes
 from kvcompress.stores.codes import PACKED_SPARE, Codes, runs_of_rows
 from kvcompress.stores.dense import DenseStore
@@ -99,6 +99,23 @@ class PackedStore(Slots):
             values = self.filled[1].view[rows, :, : length - tail].float()
             out[rows] += weights[rows, ..., tail:length] @ values
         return out
+
+    def layout(self) -> PackedLayer:
+        """All tensors as the kernels read them."""
+        front_keys, front_values = (None, None) if self.front is None else (column.view for column in self.front)
+        keys, values = self.keys.packed, self.values.packed
+        return PackedLayer(
+            front_keys,
+            front_values,
+            self.fronts,
+            keys if isinstance(keys, PackedKeys) else None,
+            self.keys.counts,
+            values if isinstance(values, PackedValues) else None,
+            self.values.counts,
+            self.filled[0].view,
+            self.filled[1].view,
+            self.lengths,
+        )
 
     def plain(self) -> tuple[Tensor, Tensor] | None:
         """Keys and values [B, H, S, D] as long as all of them are in full precision, else None."""

@@ -1,0 +1,1 @@
+"""Times and bytes beside what a user would pick instead, in one run: `kvcompress bench`."""

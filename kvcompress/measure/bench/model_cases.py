@@ -1,0 +1,185 @@
+"""Decode steps, prefills and stored bytes of the built-in model, against transformers' own caches."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from functools import cache
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, QuantizedCache
+
+from kvcompress.measure.bench.attention_cases import line
+from kvcompress.measure.bench.case import Line, NotHere, case
+from kvcompress.measure.bench.filled import dynamic, fill_compressed, fill_plain, random_kv, shape_of
+from kvcompress.measure.bench.paired import paired
+from kvcompress.measure.speed import timed
+from kvcompress.models import ModelNotFound, load_model
+from kvcompress.text_form import parse
+from kvcompress.wrapping import wrap
+
+MODEL = "smollm2-135m"
+EIGHT = [
+    "exact",
+    "streaming_llm(sinks=4, window=508)",
+    "h2o(heavy=256, recent=256)",
+    "snapkv(budget=512)",
+    "snapkv(budget=256)",
+    "kivi(bits=4)",
+    "kivi(bits=2)",
+    "snapkv(budget=0.5) | kivi(bits=2)",
+]
+
+
+@cache
+def model() -> PreTrainedModel:
+    try:
+        return load_model(MODEL, "float32", "auto")
+    except ModelNotFound as error:
+        raise NotHere(str(error)) from None
+
+
+def plain_step(cache: object) -> object:
+    """One decode step of the plain model over one of transformers' caches."""
+    with torch.no_grad():
+        return model()(torch.tensor([[42]], device=model().device), past_key_values=cache, use_cache=True)
+
+
+def plain_prefill(ids: Tensor) -> object:
+    """The plain model over a prompt, with its own cache."""
+    with torch.no_grad():
+        return model()(ids, use_cache=True, logits_to_keep=1)
+
+
+def prompt(tokens: int) -> Tensor:
+    """Random ids [1, tokens], the same for the same length."""
+    ids = torch.randint(0, model().config.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(0))
+    return ids.to(model().device)
+
+
+@case
+def decode_step() -> list[Line]:
+    """One decode step at 8,192 tokens: exact and KIVI-2 against DynamicCache, KIVI-2 against the HQQ cache."""
+    kv = random_kv(model(), 8192)
+    lines = []
+    for method, limit in (("exact", 1 / 1.6), ("kivi(bits=2)", 1 / 1.8)):
+        lines.append(_step_against(method, kv, "DynamicCache", dynamic(model(), kv), limit))
+    for backend, package, limit in (("hqq", "hqq", 1 / 3), ("quanto", "optimum.quanto", None)):
+        try:
+            rival = QuantizedCache(backend, model().config, nbits=2, residual_length=128)
+            fill_plain(rival, kv)
+        except (ImportError, ValueError) as error:
+            skipped = f"{package}: {error}"
+            lines.append(Line("decode step at 8192, kivi(bits=2)", f"QuantizedCache {backend}", None, skipped=skipped))
+            continue
+        lines.append(_step_against("kivi(bits=2)", kv, f"QuantizedCache {backend}", rival, limit))
+    return lines
+
+
+def _step_against(method: str, kv: list, name: str, rival: object, limit: float | None) -> Line:
+    token = torch.tensor([[42]], device=model().device)
+    wrapper = wrap(model(), method)
+    with wrapper:
+        own_cache = fill_compressed(wrapper, kv)
+    result = paired(
+        lambda: wrapper(token, cache=own_cache),
+        lambda: plain_step(rival),
+        model().device,
+        rounds=9,
+        around_own=wrapper,
+    )
+    return line(f"decode step at {kv[0][0].shape[2]}, {method}", name, result, limit)
+
+
+@case
+def short_context() -> list[Line]:
+    """Wrapping with `exact` at 64 tokens against the plain model."""
+    kv = random_kv(model(), 64)
+    return [_step_against("exact", kv, "DynamicCache", dynamic(model(), kv), 1.03)]
+
+
+@case
+def h2o_prefill() -> list[Line]:
+    """H2O's prefill of 4,096 tokens against the plain one: time, and peak memory in fresh processes."""
+    ids = prompt(4096)
+    wrapper = wrap(model(), "h2o(heavy=256, recent=256)")
+    result = paired(
+        lambda: wrapper.prefill(ids), lambda: plain_prefill(ids), model().device, rounds=3, warm=1, around_own=wrapper
+    )
+    peaks = {name: _peak_in_fresh_process(name, 4096) for name in ("plain", "h2o(heavy=256, recent=256)")}
+    above = (peaks["h2o(heavy=256, recent=256)"] - peaks["plain"]) / 2**20
+    return [
+        line("H2O prefill at 4096", "plain SDPA prefill", result, 1.4),
+        Line("H2O prefill at 4096, peak above the plain one (MiB)", "plain SDPA prefill", above, 64, detail=peaks),
+    ]
+
+
+def _peak_in_fresh_process(method: str, tokens: int) -> int:
+    command = [sys.executable, "-m", "kvcompress.measure.bench.peak", MODEL, method, str(tokens)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    peak = json.loads(done.stdout.strip().splitlines()[-1])["peak_bytes"]
+    if peak is None:
+        raise NotHere("the peak of a process cannot be read here (no /proc/self/clear_refs)")
+    return peak
+
+
+@case
+def snapkv_compression() -> list[Line]:
+    """SnapKV's compression as a share of the prefill that it follows."""
+    ids = prompt(4096)
+    shares = []
+    method = parse("snapkv(budget=512)")
+    with wrap(model(), "exact") as wrapped:
+        for _ in range(3):
+            gathered = wrapped.new_cache(gather_for=[method])
+            with timed(model().device) as prefill:
+                wrapped.prefill(ids, cache=gathered)
+            with timed(model().device) as compression:
+                gathered.compress_as(method)
+            shares.append(compression.seconds / prefill.seconds)
+    low, middle, high = sorted(shares)
+    return [Line("SnapKV compression at 4096", "its prefill", middle, 0.03, low=low, high=high)]
+
+
+@case
+def stored_bytes() -> list[Line]:
+    """Stored bytes, spare apart, over codes, scales, minima and residual."""
+    layers, heads, dim = shape_of(model())
+    lines = []
+    for tokens in (4096, 8192):
+        kv = random_kv(model(), tokens)
+        for bits in (2, 4):
+            with wrap(model(), f"kivi(bits={bits})") as wrapped:
+                cache = fill_compressed(wrapped, kv)
+            stored = cache.nbytes - cache.memory()["spare"]
+            keys, values = tokens - tokens % 128, tokens - 128
+            codes = (keys + values) * dim * bits // 8
+            scales = keys // 32 * dim * 4 + values * (dim // 32) * 4
+            full = (2 * tokens - keys - values) * dim * model().dtype.itemsize
+            arithmetic = layers * heads * (codes + scales + full)
+            lines.append(Line(f"stored bytes, kivi(bits={bits}) at {tokens}", "arithmetic", stored / arithmetic, 1.02))
+    return lines
+
+
+@case
+def shared_prefill() -> list[Line]:
+    """One prefill shared by eight methods against eight prefills and compressions."""
+    ids = prompt(2048)
+    methods = [parse(text) for text in EIGHT]
+    with wrap(model(), "exact") as wrapped:
+        rotaries = wrapped.rotaries()
+        with timed(model().device) as together:
+            gathered = wrapped.new_cache(gather_for=methods)
+            wrapped.prefill(ids, cache=gathered)
+            for method in methods:
+                gathered.compress_as(method, rotaries if method.position_mode == "cache" else None)
+    wrappers = [wrap(model(), method) for method in methods]
+    with timed(model().device) as apart:
+        for wrapper in wrappers:
+            with wrapper:
+                wrapper.prefill(ids)
+    detail = {"own_s": together.seconds, "other_s": apart.seconds}
+    ratio = together.seconds / apart.seconds
+    return [Line("one prefill for 8 methods at 2048", "8 prefills", ratio, 0.3, detail=detail)]
