@@ -8,6 +8,8 @@ from kvcompress.methods.h2o import H2O
 from kvcompress.methods.kivi import KIVI
 from kvcompress.methods.snapkv import SnapKV
 from kvcompress.methods.streaming_llm import StreamingLLM
+from kvcompress.prefix.prefix_cache import PrefixCache
+from kvcompress.saving import load_cache
 from kvcompress.text_form import MethodError, parse
 from kvcompress.wrapping import Wrapped, wrap
 
@@ -18,10 +20,12 @@ __all__ = [
     "CompressedCache",
     "Exact",
     "MethodError",
+    "PrefixCache",
     "SnapKV",
     "StreamingLLM",
     "WrapError",
     "Wrapped",
+    "load_cache",
     "methods",
     "parse",
     "wrap",

@@ -18,6 +18,7 @@ from kvcompress.methods.base import Method
 from kvcompress.methods.exact import Exact
 
 if TYPE_CHECKING:
+    from kvcompress.prefix.reuse import Reuse
     from kvcompress.rope import Rotary
 
 # Rotary positions under positions="cache" are brought back to slots before fp32 angles lose precision.
@@ -63,6 +64,8 @@ class CompressedCache(Cache):
         self.turned_back: list[int] = []
         self.prefill_until: int | None = None
         self._call: Call | None = None
+        self.reused_tokens = 0  # of each row, what a prefix cache served
+        self.recorder: Reuse | None = None
         self._fitting: tuple[Any, int] | None = None  # what was last asked of tokens_within, and the answer
 
     @property
@@ -196,6 +199,8 @@ class CompressedCache(Cache):
         self._call = None
         if self.rotaries is not None:
             self._rebase()
+        if self.recorder is not None:
+            self.recorder.call_ended()
 
     def first_position(self) -> list[int]:
         """The rotary position of the next token, per row."""
@@ -229,6 +234,13 @@ class CompressedCache(Cache):
             layer.compress()
         other._call = None
         return other
+
+    def become(self, other: CompressedCache) -> None:
+        """Takes over all that `other` holds, which is empty then."""
+        self.__dict__.update(other.__dict__)
+        other.layers = []
+        for layer in self.layers:
+            layer.belong_to(self)
 
     def _check_gathered(self, method: Method) -> None:
         evicting = method.evicting

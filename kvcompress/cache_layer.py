@@ -33,12 +33,16 @@ class CacheLayer(CacheLayerMixin):
 
     def __init__(self, cache: CompressedCache, index: int, window: int | None) -> None:
         super().__init__()
-        # Weak, so that a dropped fork is gone at once and its memory is not copied for nothing.
-        self._cache = ref(cache)
+        self.belong_to(cache)
         self.index, self.window = index, window
         self.store: DenseStore | PackedStore = DenseStore(0)
         self.recent: RecentQueries | None = None
         self.shape: LayerShape | None = None
+
+    def belong_to(self, cache: CompressedCache) -> None:
+        """Makes this a layer of `cache`."""
+        # Weak, so that a dropped fork is gone at once and its memory is not copied for nothing.
+        self._cache = ref(cache)
 
     @property
     def cache(self) -> CompressedCache:
@@ -96,6 +100,8 @@ class CacheLayer(CacheLayerMixin):
         """Evicts and packs what the method lets go of after this call."""
         call, method = self.cache.call, self.cache.method
         if self.window is not None:
+            if self.cache.recorder is not None:
+                self.cache.recorder.before_eviction(self)
             last = [min(self.window, length) for length in self.store.lengths]
             self.store.evict_middle([0] * len(last), last)
             return

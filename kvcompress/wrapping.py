@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -36,21 +36,27 @@ from kvcompress.models import weights_fingerprint
 from kvcompress.rope import Rotary, rotaries
 from kvcompress.text_form import parse
 
+if TYPE_CHECKING:
+    from kvcompress.prefix.prefix_cache import PrefixCache
+    from kvcompress.prefix.reuse import Reuse
 
-def wrap(model: PreTrainedModel, method: Method | str) -> Wrapped:
+
+def wrap(model: PreTrainedModel, method: Method | str, prefix_cache: PrefixCache | None = None) -> Wrapped:
     """A context manager under which `model` attends over compressed caches; leaving it restores the model.
 
-    `method` is a method object or its text form. Raises WrapError for a model that cannot run over one, MethodError
-    for a wrong method, RotaryError where `positions="cache"` is not possible.
+    `method` is a method object or its text form. With a `prefix_cache`, `prefill` and `generate` compute only what of
+    a prompt is not stored there, and store it; see `PrefixCache`. A plain call returns the logits of every column, so
+    it computes them all. Raises WrapError for a model that cannot run over a compressed cache, MethodError for a wrong
+    method, RotaryError where `positions="cache"` is not possible, CacheError for another model's prefix cache.
     """
-    return Wrapped(model, parse(method))
+    return Wrapped(model, parse(method), prefix_cache)
 
 
 class Wrapped:
     """A model and a method. Use it as `with wrap(model, method) as wrapped`."""
 
-    def __init__(self, model: PreTrainedModel, method: Method) -> None:
-        self.model, self.method = model, method
+    def __init__(self, model: PreTrainedModel, method: Method, prefix_cache: PrefixCache | None = None) -> None:
+        self.model, self.method, self.prefix_cache = model, method, prefix_cache
         self.windows = layer_windows(model)
         self._refuse_wrapped()
         self.decoder = decoder_of(model)
@@ -61,6 +67,8 @@ class Wrapped:
         self._undo: list[Callable[[], None]] = []
         if method.position_mode == "cache":
             self.rotaries()
+        if prefix_cache is not None and prefix_cache.identity != self.identity:
+            raise CacheError("this prefix cache was made for another model (or other weights or dtype); make a new one")
         if self.windows and None not in self.windows and not isinstance(method, Exact):
             warnings.warn(
                 f"every layer of {type(model).__name__} has a sliding or chunked window of its own, which is kept "
@@ -161,14 +169,14 @@ class Wrapped:
         check_ids(ids, self._vocabulary)
         counts = new_columns(attention_mask, *ids.shape)
         check_past(attention_mask, cache, ids.shape[1])
-        chunk = self._chunk(chunk, ids.shape[1]) or ids.shape[1]
-        options = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(self.model.forward).parameters else {}
+        chunk = self._chunk(chunk, ids.shape[1])
         mask = None if attention_mask is None else attention_mask[:, attention_mask.shape[1] - ids.shape[1] :]
         output = None
-        with self._prompt(cache, counts, ids.shape[1]):
-            for start in range(0, ids.shape[1], chunk):
-                part = slice(start, start + chunk)
-                output = self(ids[:, part], cache, None if mask is None else mask[:, part], **options)
+        with self._prompt(cache, counts, ids.shape[1], ids, chunk) as reuse:
+            step = chunk or ids.shape[1]
+            parts = [slice(start, start + step) for start in range(0, ids.shape[1], step)]
+            for part in parts if reuse is None else reuse.parts:
+                output = self(ids[:, part], cache, None if mask is None else mask[:, part], **self._last_logits)
         assert output is not None
         output.logits = output.logits[:, -1:]
         return output
@@ -213,17 +221,28 @@ class Wrapped:
             return max(1, min(1024, trained // 4))
         return chunk
 
-    def _prompt(self, cache: CompressedCache, counts: list[int], columns: int) -> AbstractContextManager[None]:
-        """While a prompt of `columns` columns is fed, `counts[b]` of them tokens of row b."""
+    def _prompt(
+        self, cache: CompressedCache, counts: list[int], columns: int, ids: Tensor | None, chunk: int | None
+    ) -> AbstractContextManager[Reuse | None]:
+        """While a prompt of `columns` columns is fed, `counts[b]` of them tokens of row b; `ids` if that is all of it.
+
+        Gives what of it a prefix cache serves, if there is one and the prompt can run over it.
+        """
         self._check(cache)
         if not all(counts):
             raise WrapError(f"row {counts.index(0)} of the batch is all padding; give each row at least one token")
         cache.check_rows(len(counts))
-        return cache.prefilling(counts, columns)
+        reuse = None if self.prefix_cache is None or ids is None else self.prefix_cache.begin(cache, ids, counts, chunk)
+        return cache.prefilling(counts, columns) if reuse is None else reuse
 
     def _refuse_wrapped(self) -> None:
         if getattr(self.model, "_kvcompress_wrapped", None) is not None:
             raise WrapError("this model is wrapped already; leave the first `with wrap(...)` block before the next")
+
+    @property
+    def _last_logits(self) -> dict[str, Any]:
+        """The option of the model that gives the logits of the last token only, if it has one."""
+        return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(self.model.forward).parameters else {}
 
     @property
     def _vocabulary(self) -> int | None:
@@ -293,7 +312,7 @@ class Wrapped:
     ) -> Any:
         """Tells the cache where the prompt of `generate` ends, then runs the model's own prefill."""
         cache = model_kwargs.get(self.cache_name)
-        prompt: AbstractContextManager[None] = nullcontext()
+        prompt: AbstractContextManager[Reuse | None] = nullcontext()
         if isinstance(cache, CompressedCache):
             mask = model_kwargs.get("attention_mask")
             embeds = model_kwargs.get("inputs_embeds")
@@ -307,9 +326,15 @@ class Wrapped:
             if input_ids.numel():
                 check_ids(input_ids, self._vocabulary)
             generation_config.prefill_chunk_size = self._chunk(generation_config.prefill_chunk_size, columns)
-            prompt = self._prompt(cache, new_columns(mask, input_ids.shape[0], columns), columns)
+            counts, chunk = new_columns(mask, input_ids.shape[0], columns), generation_config.prefill_chunk_size
+            # Whatever else the model is given may change the KV of the same ids.
+            others = set(model_kwargs) - {"attention_mask", "position_ids", self.cache_name}
+            alone = chunk is None and not any(isinstance(model_kwargs[name], Tensor) for name in others)
+            prompt = self._prompt(cache, counts, columns, input_ids if alone else None, chunk)
         own: Any = type(self.model)
-        with prompt:
+        with prompt as reuse:
+            for part in reuse.parts[:-1] if reuse is not None else ():
+                self(input_ids[:, part], cache, **self._last_logits)
             return own._prefill(self.model, input_ids, generation_config, model_kwargs, *args, **kwargs)
 
     def _configs(self) -> list[Any]:

@@ -1,0 +1,288 @@
+"""The exact prefix's KV, kept for the next prompt that begins with it: a radix tree over a model's real KV."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvcompress.budget import parse_bytes
+from kvcompress.cache import CompressedCache
+from kvcompress.decoder import layer_windows
+from kvcompress.errors import CacheError
+from kvcompress.methods.exact import Exact
+from kvcompress.models import weights_fingerprint
+from kvcompress.prefix.block_kv import BlockKV, ColumnSums, LayerKV, Layout, Source, joined
+from kvcompress.prefix.blocks import block_keys, check_block, extra_bytes
+from kvcompress.prefix.radix import Pinned, RadixTree
+from kvcompress.prefix.reuse import Reuse
+from kvcompress.stores.dense import DenseStore
+
+LENGTH_DEPENDENT = ("dynamic", "longrope", "su")
+"""Rope types whose frequencies, and so every token's KV, depend on the length of the whole prompt."""
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What went through a prefix cache: `prompts`, their `tokens`, and how many of these were `reused`."""
+
+    prompts: int = 0
+    tokens: int = 0
+    reused: int = 0
+
+
+@dataclass
+class _Shared:
+    """What all tenants of one memory have in common. `lock` guards it all."""
+
+    tree: RadixTree[BlockKV]
+    blocks: int | None  # the capacity, where it was given in tokens
+    counts: Counts = Counts()
+    lock: threading.RLock = field(default_factory=threading.RLock)
+
+
+class PrefixCache:
+    """Real KV of prompts, in blocks of `block` tokens, each shared prefix stored once. Safe to use from many threads.
+
+    Give it to `wrap(model, method, prefix_cache=...)`: prefills then begin with what is stored and add to it. Only
+    exact KV is stored; every method is applied afresh to the exact KV of the whole prompt.
+
+    `capacity`: bytes ("2GiB") or tokens, never exceeded; the blocks used least recently go first, from the ends of
+    prompts. `salt`: whose prompts these are; `tenant` gives another owner's view of the same memory. `checkpoint`:
+    every so many tokens of a prompt under H2O its column sums are stored too, and later prompts under H2O begin there.
+
+    A block's key covers all tokens up to its end, the weights' fingerprint, dtype, device, rotary settings and salt.
+    Sliding layers are stored whole, so that every block can be begun from.
+
+    Raises WrapError for a model whose layers keep anything but plain keys and values, CacheError where a token's KV
+    depends on how long its prompt is (rope types dynamic and longrope), ValueError for options out of range.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        capacity: str | int = "2GiB",
+        block: int = 16,
+        salt: bytes = b"",
+        checkpoint: int = 1024,
+    ) -> None:
+        check_block(block)
+        if isinstance(checkpoint, bool) or not isinstance(checkpoint, int) or checkpoint < 1 or checkpoint % block:
+            raise ValueError(f"checkpoint={checkpoint!r}: expected tokens, a multiple of block={block}")
+        self.windows = layer_windows(model)
+        self.block, self.checkpoint = block, checkpoint
+        self.identity = weights_fingerprint(model)
+        self._model, self._salt = model, _checked_salt(salt)
+        self._names = {"weights": self.identity, "dtype": str(model.dtype), "rotary": _rotary_settings(model)}
+        size, blocks = _capacity(capacity, block)
+        self._shared = _Shared(RadixTree(size), blocks)
+
+    def tenant(self, salt: bytes) -> PrefixCache:
+        """The same memory for another owner's prompts, which never match these."""
+        other = object.__new__(PrefixCache)
+        other.__dict__.update(self.__dict__)
+        other._salt = _checked_salt(salt)
+        return other
+
+    @property
+    def capacity_bytes(self) -> int:
+        """The cap. One given in tokens is 0 until the first prompt tells how large a block is."""
+        return self._shared.tree.capacity
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the stored tensors, column sums included."""
+        return self._shared.tree.nbytes
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Of `nbytes`, what is in use at this moment and cannot be evicted."""
+        return self._shared.tree.pinned_bytes
+
+    @property
+    def evicted_blocks(self) -> int:
+        """How many blocks made room for others so far."""
+        return self._shared.tree.evicted
+
+    @property
+    def counts(self) -> Counts:
+        """What all tenants' prefills asked for and reused so far."""
+        return self._shared.counts
+
+    def clear(self) -> None:
+        """Forgets everything that is not in use, of all tenants."""
+        with self._shared.lock:
+            self._shared.tree.clear()
+
+    def match(self, ids: Sequence[int] | Tensor, reserve: int = 1) -> Match:
+        """The longest stored prefix of one prompt [N], in full blocks, without its last `reserve` tokens.
+
+        It cannot be evicted before `release`, or the end of a `with` block.
+        """
+        tokens = _one_prompt(ids)
+        return self.match_all([self.keys(tokens)[: max(0, len(tokens) - reserve) // self.block]])[0]
+
+    def insert(self, ids: Sequence[int] | Tensor, cache: CompressedCache, row: int = 0) -> int:
+        """Stores the full blocks of the prompt `ids` [N] out of row `row` of an exact cache that was fed it.
+
+        Returns how many tokens of the prompt are stored now; what did not fit is not. Raises CacheError for a cache
+        that may have lost something: of another method or model, or with sliding layers.
+        """
+        tokens = _one_prompt(ids)
+        if not isinstance(cache.method, Exact) or cache.identity != self.identity:
+            raise CacheError(f"only an exact cache of the same model has KV to store; this one is under {cache.method}")
+        if not 0 <= row < cache.rows or cache.seen_tokens[row] < len(tokens):
+            raise CacheError(f"row {row} holds no {len(tokens)} tokens: the cache has seen {cache.seen_tokens}")
+        sources = []
+        for layer in cache.layers:
+            if layer.window is not None or not isinstance(layer.store, DenseStore):
+                raise CacheError(
+                    f"layer {layer.index} slides and has dropped its oldest KV; prefill under "
+                    "wrap(model, method, prefix_cache=...), which stores it in time"
+                )
+            sources.append(Source(layer.store.keys[row], layer.store.values[row]))
+        return self.store(self.keys(tokens), Layout(cache, self.block), sources) * self.block
+
+    def keys(self, tokens: Sequence[int], chunk: int | None = None) -> list[bytes]:
+        """The keys of a prompt's full blocks. KV computed `chunk` tokens at a time has keys of its own."""
+        names = {**self._names, "device": str(self._model.device), "salt": self._salt, "chunk": str(chunk or "")}
+        return block_keys(tokens, self.block, extra_bytes(names))
+
+    def begin(self, cache: CompressedCache, ids: Tensor, counts: list[int], chunk: int | None = None) -> Reuse | None:
+        """A prefill of `ids` [B, N] into `cache` that reuses what is stored; None where it has to run by itself.
+
+        That is on a filled cache, with padding, and under autocast. Also in chunks that are no whole blocks, and in
+        any chunks where the method acts after each of them or scores are gathered.
+        """
+        if (
+            cache.columns
+            or any(count != ids.shape[1] for count in counts)
+            or torch.is_autocast_enabled(ids.device.type)
+        ):
+            return None
+        if chunk is not None and (cache.method.every_call or cache.gathers_scores or chunk % self.block):
+            return None
+        return Reuse(self, cache, ids, chunk)
+
+    def match_all(self, rows: Sequence[Sequence[bytes]], whole: int = 1, with_sums: bool = False) -> list[Match]:
+        """The longest prefix that is stored for every row, pinned; a multiple of `whole` blocks.
+
+        `with_sums`: one that ends where all rows have column sums.
+        """
+        tree = self._shared.tree
+        with self._shared.lock:
+            held = [tree.peek(keys) for keys in rows]
+            common = min(map(len, held))
+            common -= common % whole
+            while with_sums and common and not all(row[common - 1].attached for row in held):
+                common -= 1
+            return [Match(self, tree.match(keys[:common])) for keys in rows]
+
+    def store(
+        self, keys: Sequence[bytes], layout: Layout, sources: Sequence[Source], sums: ColumnSums | None = None
+    ) -> int:
+        """Stores a prompt's blocks as far as they fit, and its `sums` if all do; returns how many are held."""
+        tree = self._shared.tree
+        with self._shared.lock:
+            if self._shared.blocks is not None and not tree.capacity:
+                tree.capacity = self._shared.blocks * layout.block_bytes
+            held = tree.insert(keys, layout.block_bytes, lambda block: layout.cut(sources, block))
+            if sums is not None and held == len(keys):
+                size = sum(each.numel() * each.element_size() for each in sums.layers.values())
+                tree.attach(
+                    keys, size, lambda: ColumnSums({layer: each.clone() for layer, each in sums.layers.items()})
+                )
+            return held
+
+    def release(self, pinned: Pinned[BlockKV]) -> None:
+        """Ends a use."""
+        with self._shared.lock:
+            self._shared.tree.release(pinned)
+
+    def count(self, prompts: int, tokens: int, reused: int) -> None:
+        """Adds to `counts`."""
+        with self._shared.lock:
+            old = self._shared.counts
+            self._shared.counts = replace(
+                old, prompts=old.prompts + prompts, tokens=old.tokens + tokens, reused=old.reused + reused
+            )
+
+
+class Match:
+    """A stored prefix in use: `tokens` of it, in `blocks`, with the column sums at its end where they are stored."""
+
+    def __init__(self, owner: PrefixCache, pinned: Pinned[BlockKV]) -> None:
+        self._owner, self._pinned = owner, pinned
+        self.blocks = [entry.payload for entry in pinned.entries]
+        attached = pinned.entries[-1].attached if pinned.entries else None
+        self.sums = attached if isinstance(attached, ColumnSums) else None
+
+    @property
+    def tokens(self) -> int:
+        return len(self.blocks) * self._owner.block
+
+    def kv(self, layer: int) -> LayerKV:
+        """Keys and values [H, tokens, D] of one layer, copied. Raises ValueError if nothing matched."""
+        if not self.blocks:
+            raise ValueError("nothing matched, so there is no KV; look at `tokens` first")
+        return joined(self.blocks, layer)
+
+    def release(self) -> None:
+        """Lets go of the blocks; a second time does nothing."""
+        self.blocks, self.sums = [], None
+        self._owner.release(self._pinned)
+
+    def __enter__(self) -> Match:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+def _capacity(capacity: str | int, block: int) -> tuple[int, int | None]:
+    """Bytes and None, or 0 and whole blocks."""
+    if isinstance(capacity, str):
+        return parse_bytes(capacity), None
+    if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 0:
+        raise ValueError(f'capacity={capacity!r}: expected bytes ("2GiB") or a number of tokens, 0 or more')
+    return 0, capacity // block
+
+
+def _checked_salt(salt: bytes) -> bytes:
+    if not isinstance(salt, bytes):
+        raise TypeError(f"salt={salt!r}: expected bytes, such as b'tenant 7'")
+    return salt
+
+
+def _one_prompt(ids: Sequence[int] | Tensor) -> list[int]:
+    if isinstance(ids, Tensor):
+        if ids.dim() != 1:
+            raise ValueError(f"ids of shape {tuple(ids.shape)}: expected one prompt [N]; pass a row of the batch")
+        return ids.tolist()
+    return list(ids)
+
+
+def _rotary_settings(model: PreTrainedModel) -> str:
+    """A digest of what turns the keys: the configuration's rope parameters and the frequencies in the modules."""
+    parameters = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    for scaling in (parameters, *(inner for inner in parameters.values() if isinstance(inner, dict))):
+        kind = str(scaling.get("rope_type", scaling.get("type", "")))
+        if kind in LENGTH_DEPENDENT or "dynamic" in kind:
+            raise CacheError(
+                f"the keys of {type(model).__name__} depend on the length of the whole prompt (rope type {kind!r}), so "
+                "a stored prefix is not what another prompt would compute; run it without a prefix cache"
+            )
+    digest = hashlib.sha256(json.dumps(parameters, sort_keys=True, default=str).encode())
+    for name, buffer in model.named_buffers():
+        if name.endswith("inv_freq"):
+            digest.update(name.encode() + buffer.detach().float().cpu().numpy().tobytes())
+    return digest.hexdigest()
