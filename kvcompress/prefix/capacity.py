@@ -39,6 +39,10 @@ class Capacities:
         orphans = int(self.orphaned_blocks[at]), int(self.orphaned_tokens[at])
         return Outcome("LRU", cap, self.tokens, self.tokens - int(self.lru_hits[at]), *orphans)
 
+    def enough(self) -> int:
+        """The smallest capacity from which on a larger one serves no more, under either policy."""
+        return max(int(np.searchsorted(hits, hits[-1])) for hits in (self.lru_hits, self.leaf_hits))
+
 
 def capacities(trace: Trace, reserve: int = 0) -> Capacities:
     """Replays `trace` through LRU and leaf-LRU of every capacity.
@@ -46,13 +50,12 @@ def capacities(trace: Trace, reserve: int = 0) -> Capacities:
     `reserve`: the last tokens of every prompt that are computed in any case. Time is O(blocks of all prompts +
     runs * log(requests)), memory O(distinct blocks).
     """
-    table, requests = trace.blocks, trace.requests
-    end, parent = table.end, table.parent
-    sizes = [end[i] - (end[parent[i]] if parent[i] >= 0 else 0) for i in range(len(table))]
-    # tokens (and blocks) by the smallest capacity that serves them; `held`: that holds them, reachable or not
+    table, requests, end, full = trace.blocks, trace.requests, trace.blocks.end, trace.block
     size = len(table) + 2
-    leaf, lru, held, lru_blocks = [0] * size, [0] * size, [0] * size, [0] * size
-    rises = [0] * size  # where the number of blocks with `held` at a capacity rises or falls
+    # By capacity, as steps from the one below. A run of blocks of equal size raises `leaf` over a range of ranks, so
+    # that and `held` keep steps of steps.
+    lru, lru_blocks = [0] * size, [0] * size
+    leaf, held, held_blocks = [0] * size, [0] * size, [0] * size
     last = [-1] * len(table)  # the request that used each block last
     run = [0] * len(requests)  # how many blocks each request was the last to use
     runs = _Fenwick(len(requests))
@@ -69,26 +72,38 @@ def capacities(trace: Trace, reserve: int = 0) -> Capacities:
                 used += 1
             run[then] -= used - start
             runs.add(then, start - used)
-            count = min(used, usable) - start
-            if count > 0:
-                lru_blocks[chain] += count
-                lru[chain] += end[blocks[start + count - 1]] - (end[blocks[start - 1]] if start else 0)
-                rises[chain - count + 1] += 1
-                rises[chain + 1] -= 1
-                for i, block in enumerate(blocks[start : start + count]):
-                    tokens = sizes[block]
-                    leaf[ahead + 1 + i] += tokens
-                    held[chain - i] += tokens
+            stop = min(used, usable)
+            if stop <= start:
+                continue
+            # of this run's blocks LRU holds the last ones first, leaf-LRU the first ones; LRU can reach none before
+            # it holds them all
+            tokens = end[blocks[stop - 1]] - (end[blocks[start - 1]] if start else 0)
+            lru[chain] += tokens
+            lru_blocks[chain] += stop - start
+            held_blocks[chain - (stop - start) + 1] += 1
+            held_blocks[chain + 1] -= 1
+            if tokens == full * (stop - start):
+                leaf[ahead + 1] += full
+                leaf[ahead + 1 + stop - start] -= full
+                held[chain - (stop - start) + 1] += full
+                held[chain + 1] -= full
+                continue
+            for i in range(start, stop):
+                tokens = end[blocks[i]] - (end[blocks[i - 1]] if i else 0)
+                leaf[ahead + 1 + i - start] += tokens
+                leaf[ahead + 2 + i - start] -= tokens
+                held[chain - i + start] += tokens
+                held[chain - i + start + 1] -= tokens
         for block in blocks[used:]:
             last[block] = now
         run[now] = len(blocks)
         runs.add(now, len(blocks))
     return Capacities(
         trace.tokens,
-        lru_hits=np.cumsum(lru),
-        leaf_hits=np.cumsum(leaf),
-        orphaned_blocks=np.cumsum(np.cumsum(rises) - lru_blocks),
-        orphaned_tokens=np.cumsum(np.subtract(held, lru)),
+        lru_hits=np.cumsum(lru)[:-1],
+        leaf_hits=np.cumsum(np.cumsum(leaf))[:-1],
+        orphaned_blocks=np.cumsum(np.cumsum(held_blocks) - lru_blocks)[:-1],
+        orphaned_tokens=np.cumsum(np.cumsum(held) - lru)[:-1],
     )
 
 
@@ -100,6 +115,7 @@ class _Fenwick:
         self._total = 0
 
     def add(self, index: int, amount: int) -> None:
+        """Adds `amount` to the number at `index`."""
         tree, i = self._tree, index + 1
         self._total += amount
         while i < len(tree):
@@ -107,6 +123,7 @@ class _Fenwick:
             i += i & -i
 
     def after(self, index: int) -> int:
+        """The sum of the numbers after `index`."""
         tree, i, rest = self._tree, index + 1, self._total
         while i:
             rest -= tree[i]

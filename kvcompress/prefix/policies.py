@@ -39,15 +39,22 @@ class Outcome:
 class Policy(Protocol):
     """A cache of blocks."""
 
-    name: str
-    cap: int | None
-    held: Container[int]
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def cap(self) -> int | None: ...
+
+    @property
+    def held(self) -> Container[int]:
+        """The blocks that the request opened last may read."""
+        ...
 
     def store(self, request: Request) -> None:
         """Takes in the blocks of a prompt that has been served."""
 
     def open(self, request: Request) -> None:
-        """Makes `held` the blocks that this request may read."""
+        """Turns to a request that is about to be served."""
 
 
 class NoReuse:

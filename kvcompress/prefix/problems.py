@@ -8,8 +8,10 @@ from pydantic import ValidationError
 
 def first_problem(error: ValidationError, names: Iterable[str]) -> str:
     """The first thing wrong, as `where: what`; an unknown key comes with the nearest one of `names`."""
-    problem = error.errors(include_url=False)[0]
-    where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"]).lstrip(".")
+    # of a union's alternatives the one that got furthest
+    problem = max(error.errors(include_url=False), key=lambda each: len(each["loc"]))
+    path = [part for part in problem["loc"] if part != "str" and not str(part).startswith("dict[")]
+    where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
     if problem["type"] == "extra_forbidden":
         return f"{where}: unknown key{nearest(str(problem['loc'][-1]), names)}"
     if problem["type"] == "missing":

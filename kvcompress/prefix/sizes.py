@@ -15,13 +15,15 @@ from kvcompress.prefix.layer_sizes import LayerSize, layer_sizes
 @dataclass(frozen=True)
 class KVSize:
     """A model's KV. `attention`: `"MHA"`, `"GQA"`, `"MQA"`, `"MLA"`, several joined by `" and "`, or `"none"`.
-    `itemsize`: bytes of a value."""
+    `itemsize`: bytes of a value. `longest_context`: tokens the model was made for, None if its configuration does not
+    say."""
 
     model_type: str
     attention: str
     dtype: str
     itemsize: int
     layers: tuple[LayerSize, ...]
+    longest_context: int | None = None
 
     @property
     def values_per_token(self) -> int:
@@ -82,8 +84,30 @@ def kv_size(config: PreTrainedConfig, dtype: str | torch.dtype | None = None) ->
     chosen = _dtype(dtype if dtype is not None else getattr(text, "dtype", None) or getattr(config, "dtype", None))
     attention = sorted({layer.attention for layer in layers if layer.attention})
     return KVSize(
-        text.model_type, " and ".join(attention) or "none", str(chosen).removeprefix("torch."), chosen.itemsize, layers
+        model_type=text.model_type,
+        attention=" and ".join(attention) or "none",
+        dtype=str(chosen).removeprefix("torch."),
+        itemsize=chosen.itemsize,
+        layers=layers,
+        longest_context=getattr(text, "max_position_embeddings", None),
     )
+
+
+def method_bytes(size: KVSize, method: str, context: int, batch: int = 1) -> int:
+    """Bytes that `batch` sequences of `context` tokens take under a method, in its text form.
+
+    Raises `ValueError` for a method whose size is not worked out here.
+    """
+    if method.strip().removesuffix("()") != "exact":
+        raise ValueError(
+            f"method {method!r}: only the size under 'exact' can be worked out; wrap the model to measure it"
+        )
+    return size.bytes_at(context, batch)
+
+
+def token_passes(prompt: int, new: int) -> tuple[int, int]:
+    """Tokens that go through the model to generate `new` tokens after `prompt`: without a KV cache, and with one."""
+    return sum(prompt + i for i in range(new)), prompt + new - 1
 
 
 def _dtype(dtype: str | torch.dtype | None) -> torch.dtype:

@@ -1,9 +1,10 @@
 """The prompts of a trace as one tree: what they share is written once."""
 
 from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from itertools import count
 
+import numpy as np
 from rich.text import Text
 from rich.tree import Tree
 
@@ -15,7 +16,7 @@ class Node:
     """A run of prompt that no request leaves half-way, except to end there.
 
     `label`: what the run holds. `tokens`: its length. `requests`: prompts that go through its first block or segment.
-    `ended`: of these, the ones that end inside the run.
+    `ended`: of these, the ones that end inside the run. `left_out`: children beyond the number asked for.
     """
 
     label: str
@@ -23,71 +24,53 @@ class Node:
     requests: int
     ended: int
     children: list["Node"] = field(default_factory=list)
-    left_out: int = 0  # children that `busiest` dropped
+    left_out: int = 0
 
 
-def prompt_tree(trace: Trace) -> list[Node]:
-    """The tree's roots, chains of single children merged, children in the order of first sight.
+def prompt_tree(trace: Trace, nodes: int) -> Node:
+    """The prompts as a tree under one empty node, chains of single children merged.
 
-    Nodes are made of segments where the trace labels them, of blocks otherwise; the tails of prompts that fill no
-    block are then not part of the tree.
+    Of a large tree only the `nodes` nodes that most requests go through are made. They are made of segments where the
+    trace labels them, of blocks otherwise; the tails of prompts that fill no block are then not part of the tree.
     """
     table = trace.positions if trace.labelled else trace.blocks
-    size = len(table)
-    ended = [0] * size
+    requests, ended = [0] * len(table), [0] * len(table)
     for request in trace.requests:
         path = request.positions if trace.labelled else request.blocks
         if path:
             ended[path[-1]] += 1
-    requests, first, more = ended.copy(), [-1] * size, {}
-    for i in range(size - 1, -1, -1):  # a child's number is greater than its parent's
-        above = table.parent[i]
-        if above >= 0 and requests[i]:
-            requests[above] += requests[i]
-            if first[above] >= 0:
-                more.setdefault(above, []).append(first[above])
-            first[above] = i
-    roots: list[Node] = []
-    waiting = [(i, roots) for i in range(size - 1, -1, -1) if table.parent[i] < 0 and requests[i]]
-    while waiting:
-        top, siblings = waiting.pop()
-        chain = [top]
-        while first[chain[-1]] >= 0 and chain[-1] not in more:
-            chain.append(first[chain[-1]])
-        start = table.end[table.parent[top]] if table.parent[top] >= 0 else 0
+            requests[path[-1]] += 1
+    for i in range(len(table) - 1, -1, -1):  # a child's number is greater than its parent's
+        if table.parent[i] >= 0:
+            requests[table.parent[i]] += requests[i]
+    children = _Children(table.parent, requests)
+    top = Node("", 0, len(trace.requests), 0)
+    order = count()  # of nodes with as many requests, the one seen first comes first
+    waiting = [(-requests[i], next(order), i, top) for i in children.of(-1)]
+    waiting.sort()
+    while waiting and nodes > 0:
+        nodes -= 1
+        _, _, first, above = heappop(waiting)
+        chain = [first]
+        while len(below := children.of(chain[-1])) == 1:
+            chain += below
+        start = table.end[table.parent[first]] if table.parent[first] >= 0 else 0
         node = Node(
             label=_label([table.label[i] for i in chain], trace.labelled),
             tokens=table.end[chain[-1]] - start,
-            requests=requests[top],
+            requests=requests[first],
             ended=sum(ended[i] for i in chain),
         )
-        siblings.append(node)
-        below = chain[-1]
-        if below in more:
-            waiting += [(child, node.children) for child in more[below] + [first[below]]]
-    return roots
-
-
-def busiest(roots: list[Node], nodes: int) -> Node:
-    """A copy with only the `nodes` nodes that most requests go through, under one unlabelled node at the top."""
-    top = Node("", 0, sum(root.requests for root in roots), 0)
-    order = count()  # ties go to the node seen first
-    waiting = [(-root.requests, next(order), root, top) for root in roots]
-    heapify(waiting)
-    while waiting and nodes > 0:
-        nodes -= 1
-        _, _, node, above = heappop(waiting)
-        copy = Node(node.label, node.tokens, node.requests, node.ended)
-        above.children.append(copy)
-        for child in node.children:
-            heappush(waiting, (-child.requests, next(order), child, copy))
+        above.children.append(node)
+        for i in below:
+            heappush(waiting, (-requests[i], next(order), i, node))
     for _, _, _, above in waiting:
         above.left_out += 1
     return top
 
 
 def render_tree(top: Node, title: str) -> Tree:
-    """The tree that `busiest` gives, for rich to print."""
+    """What `prompt_tree` gives, for rich to print."""
     drawn = Tree(Text(title))
     waiting = [(top, drawn)]
     while waiting:
@@ -100,6 +83,22 @@ def render_tree(top: Node, title: str) -> Tree:
         if node.left_out:
             branch.add(Text(f"… {node.left_out:,} more", style="dim"))
     return drawn
+
+
+class _Children:
+    """The children of every node that some request goes through, in the order of first sight."""
+
+    def __init__(self, parent: list[int], requests: list[int]) -> None:
+        parents = np.array(parent, dtype=np.int64)
+        # nodes of requests that were left out belong to no one
+        parents[np.array(requests, dtype=np.int64) == 0] = len(parent)
+        self._order = np.argsort(parents, kind="stable")
+        self._parents = parents[self._order]
+
+    def of(self, node: int) -> list[int]:
+        """The children of `node`, -1 for the tree's roots."""
+        first, last = np.searchsorted(self._parents, (node, node + 1))
+        return self._order[first:last].tolist()
 
 
 def _label(labels: list[str], labelled: bool) -> str:
