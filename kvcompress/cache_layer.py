@@ -254,7 +254,11 @@ def shapes_of(layers: list[CacheLayer]) -> Counter[LayerShape]:
 
 def method_bytes(method: Method, shapes: Counter[LayerShape], rows: int, kept: int, seen: int) -> int:
     """Bytes that `method` stores for `kept` of `seen` tokens in each of `rows` rows, spare apart."""
-    return rows * sum(
-        number * (shape.exact_bytes(seen) if shape.window is not None else method.stored_bytes(shape, kept, seen))
-        for shape, number in shapes.items()
-    )
+
+    def of_layer(shape: LayerShape) -> int:
+        if shape.window is None:
+            return method.stored_bytes(shape, kept, seen)
+        positions = 4 * shape.window if seen > shape.window else 0
+        return shape.exact_bytes(seen) + positions
+
+    return rows * sum(number * of_layer(shape) for shape, number in shapes.items())
