@@ -16,7 +16,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from kvcompress import attention
 from kvcompress.cache import CompressedCache
-from kvcompress.compat import cache_argument
+from kvcompress.compat import cache_argument, mask_width
 from kvcompress.decoder import decoder_of, layer_windows
 from kvcompress.errors import CacheError, WrapError
 from kvcompress.inputs import (
@@ -317,7 +317,7 @@ class Wrapped:
             mask = model_kwargs.get("attention_mask")
             embeds = model_kwargs.get("inputs_embeds")
             columns = input_ids.shape[1] if embeds is None or cache.columns else embeds.shape[1]
-            if cache.columns and (mask is None or mask.shape[1] == input_ids.shape[1]):
+            if cache.columns and mask_width(mask, generation_config) == input_ids.shape[1]:
                 columns -= cache.columns
             if columns < 1:
                 raise WrapError(
