@@ -8,6 +8,8 @@ from typing import Any
 from kvcompress.methods import methods
 from kvcompress.methods.base import Method
 
+LONGEST = 1000
+
 
 class MethodError(ValueError):
     """A method's text cannot be understood, or its options are wrong."""
@@ -15,6 +17,8 @@ class MethodError(ValueError):
 
 def nearest(word: str, known: list[str]) -> str:
     """`; did you mean 'x'?` where something known is close, and the known ones."""
+    if not known:
+        return "; it has none"
     close = get_close_matches(word, known, n=1, cutoff=0.5)
     hint = f"; did you mean {close[0]!r}?" if close else ";"
     return f"{hint} known: {', '.join(known)}"
@@ -29,11 +33,19 @@ def parse(text: str | Method) -> Method:
         return text
     if not isinstance(text, str):
         raise MethodError(f"a method is a text such as 'snapkv(budget=0.25)' or a method object, got {text!r}")
+    if len(text) > LONGEST:
+        raise MethodError(f"a method's text has at most {LONGEST} characters, got {len(text)}: {text[:40]!r}…")
     try:
         tree = ast.parse(text.strip(), mode="eval").body
-    except (SyntaxError, ValueError):
-        raise MethodError(f"cannot read the method {text!r}; write it like 'snapkv(budget=0.25) | kivi(bits=2)'") from None
-    return _build(tree, text)
+        return _build(tree, text)
+    except MethodError:
+        raise
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise _unreadable(text) from None
+
+
+def _unreadable(text: str) -> MethodError:
+    return MethodError(f"cannot read the method {text!r}; write it like 'snapkv(budget=0.25) | kivi(bits=2)'")
 
 
 def _build(node: ast.expr, text: str) -> Method:
@@ -46,9 +58,16 @@ def _build(node: ast.expr, text: str) -> Method:
         return _create(node.id, {}, text)
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
         if node.args:
-            raise MethodError(f"{text!r}: options are given by name, such as {node.func.id}({_first_option(node.func.id)}=…)")
-        return _create(node.func.id, {_key(word, text): _value(word, text) for word in node.keywords}, text)
-    raise MethodError(f"cannot read the method {text!r}; write it like 'snapkv(budget=0.25) | kivi(bits=2)'")
+            raise MethodError(
+                f"{text!r}: options are given by name, such as {node.func.id}({_first_option(node.func.id)}=…)"
+            )
+        options: dict[str, Any] = {}
+        for word in node.keywords:
+            if word.arg in options:
+                raise MethodError(f"{text!r}: {word.arg} is given twice; give it once")
+            options[_key(word, text)] = _value(word, text)
+        return _create(node.func.id, options, text)
+    raise _unreadable(text)
 
 
 def _first_option(name: str) -> str:
@@ -65,7 +84,7 @@ def _key(word: ast.keyword, text: str) -> str:
 def _value(word: ast.keyword, text: str) -> Any:
     try:
         return ast.literal_eval(word.value)
-    except ValueError:
+    except (ValueError, TypeError):
         raise MethodError(
             f"{text!r}: {word.arg} must be a number or a quoted text, got {ast.unparse(word.value)}"
         ) from None

@@ -27,7 +27,7 @@ class KIVI(Method):
     acts: ClassVar[Acts] = "every_call"
 
     def __post_init__(self) -> None:
-        if self.bits not in (2, 4):
+        if not isinstance(self.bits, int) or self.bits not in (2, 4):
             raise ValueError(f"bits must be 2 or 4, got {self.bits!r}")
         for option in ("group_size", "residual"):
             value = getattr(self, option)
