@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
-from kvcompress import CompressedCache, Wrapped
+from kvcompress import Wrapped
 from kvcompress.cache_layer import CacheLayer
 from kvcompress.rope import Rotary
+from kvcompress.stores.dense import DenseStore
 from kvcompress.stores.packed import PackedStore
 
 NAME = "kvcompress_oracle"
@@ -51,12 +52,12 @@ class Call:
 def recording(wrapped: Wrapped) -> Iterator[list[Call]]:
     """Collects every forward of the wrapped model over one compressed cache."""
     calls: list[Call] = []
-    packings: dict[int, _Packing] = {}
+    packings: dict[int, Packing] = {}
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         cache = kwargs[wrapped.cache_name]
         layers = range(len(cache.layers))
-        packed = [packings.setdefault(layer, _Packing()).update(cache, layer) for layer in layers]
+        packed = [packings.setdefault(layer, Packing()).update(cache.layers[layer].store) for layer in layers]
         ids = args[0] if args else kwargs["input_ids"]
         calls.append(Call(ids, [cache.kept(layer) for layer in layers], packed))
 
@@ -83,16 +84,16 @@ def recording(wrapped: Wrapped) -> Iterator[list[Call]]:
             hook.remove()
 
 
-class _Packing:
-    """Follows one layer's packing: a group is noted when it is first seen, before any of its tokens can be evicted."""
+class Packing:
+    """Follows what one store packs: a group is noted when it is first seen, before any of its tokens can be evicted."""
 
     def __init__(self) -> None:
         self.key_groups: list[tuple[int, int, tuple[int, ...]]] = []
         self.values: list[tuple[int, int, int]] = []
         self._known: set[tuple[str, int, int, int]] = set()
 
-    def update(self, cache: CompressedCache, layer: int) -> Packed | None:
-        store = cache.layers[layer].store
+    def update(self, store: DenseStore | PackedStore) -> Packed | None:
+        """All that was packed until now; None for a store that does not pack."""
         if not isinstance(store, PackedStore) or store.empty:
             return None
         positions = store.current_positions(torch.device("cpu"))
@@ -106,6 +107,12 @@ class _Packing:
                 for position in slots[first : first + store.values.counts[row]]:
                     self._note("values", row, head, [position])
         return Packed(store.bits, store.group_size, list(self.key_groups), list(self.values))
+
+    def copy_row(self, other: "Packing", old: int, new: int) -> None:
+        """Takes over what was packed in row `old` of another store for row `new` of this one."""
+        self.key_groups += [(new, head, group) for row, head, group in other.key_groups if row == old]
+        self.values += [(new, head, position) for row, head, position in other.values if row == old]
+        self._known |= {(kind, new, head, position) for kind, row, head, position in other._known if row == old}
 
     def _note(self, kind: str, row: int, head: int, slots: list[int]) -> None:
         group = tuple(position for position in slots if position >= 0)
