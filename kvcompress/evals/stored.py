@@ -1,0 +1,57 @@
+"""What each row of a cache stores, and whether anything of it was compressed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvcompress.cache import CompressedCache
+from kvcompress.stores.packed import PackedStore
+
+
+@dataclass(frozen=True)
+class StoredKV:
+    """Bytes of one row, spare apart, and of the exact baseline for the same tokens, in its own dtype and at 16 bits."""
+
+    nbytes: int
+    exact_nbytes: int
+    exact_nbytes_16bit: int
+
+
+def stored_kv(cache: CompressedCache) -> list[StoredKV]:
+    """What every row of `cache` would store if it were alone, measured on a copy of that row."""
+    itemsize = max(layer.shape.itemsize for layer in cache.layers if layer.shape is not None)
+    measured = []
+    for row in range(cache.rows):
+        alone = cache if cache.rows == 1 else take_rows(cache, [row])
+        exact = alone.exact_nbytes
+        measured.append(StoredKV(alone.nbytes - alone.memory()["spare"], exact, exact * 2 // itemsize))
+    return measured
+
+
+def compressed_rows(cache: CompressedCache) -> list[bool]:
+    """Whether a token of each row was evicted or packed. Windows that are the model's own do not count."""
+    layer = next((layer for layer in cache.layers if layer.compresses and not layer.store.empty), None)
+    if layer is None:
+        return [False] * cache.rows
+    kept = (cache.kept(layer.index) >= 0).sum(-1).amin(-1).tolist()
+    evicted = [count < seen for count, seen in zip(kept, cache.seen_tokens, strict=True)]
+    store = layer.store
+    if not isinstance(store, PackedStore):
+        return evicted
+    return [
+        gone or keys + values > 0
+        for gone, keys, values in zip(evicted, store.keys.counts, store.values.counts, strict=True)
+    ]
+
+
+def take_rows(cache: CompressedCache, rows: Sequence[int]) -> CompressedCache:
+    """A fork of `cache` with these of its rows, each as often as it is named; memory is shared where it can be."""
+    if cache.rows == 1:
+        return cache.fork(len(rows))
+    fork = cache.fork()
+    if list(rows) != list(range(cache.rows)):
+        fork.reorder_cache(torch.tensor(rows))
+    return fork
