@@ -113,6 +113,11 @@ def rotaries(model: PreTrainedModel) -> list[Rotary | None]:
     ]
     found: list[Rotary | None] = []
     for layer in range(config.num_hidden_layers):
+        if not (keys[layer].isfinite().all() and values[layer].isfinite().all()):
+            raise RotaryError(
+                f"keys or values of layer {layer} of {name} are NaN or infinite; check the weights and the dtype "
+                "(float16 overflows in some models; bfloat16 or float32 do not)"
+            )
         if _spread(values[layer]) > torch.finfo(values[layer].dtype).eps ** 0.5:
             raise _error(name, f"the values of layer {layer} change with the position (learned absolute positions?)")
         if not keys[layer].any():
