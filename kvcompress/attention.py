@@ -45,6 +45,8 @@ def attention(
     layer = key
     batch, heads, columns, dim = query.shape
     assert layer.shape is not None
+    if layer.store.length == 0:  # nothing but padding so far, in every row
+        return query.new_zeros(batch, columns, heads, layer.shape.value_dim), None
     grouped = query.view(batch, layer.shape.heads, heads // layer.shape.heads, columns, dim)
     sinks = None if s_aux is None else s_aux.view(grouped.shape[1:3])
     with layer.slots_as_positions():
