@@ -91,7 +91,7 @@ def day_cost(
     marks = tuple(marks) or (Mark(END, prices.default_ttl),)
     if gap < 0 or first_token < 0:
         raise PriceError(f"gap={gap}, first_token={first_token}: expected seconds, 0 or more")
-    known = {*trace.positions.label, END} if trace.labelled else {END}
+    known = dict.fromkeys([END, *trace.positions.label] if trace.labelled else [END])
     for mark in marks:
         if mark.label not in known:
             raise PriceError(f"breakpoint {mark.label!r}: no such segment in {trace.name}{nearest(mark.label, known)}")

@@ -113,7 +113,10 @@ def _layer_types(config: PreTrainedConfig) -> list[str]:
         else:
             kind = "full_attention"
         types = [kind] * count
-    types = list(types)
+    if len(types) != count:
+        raise UnknownLayer(
+            f"{config.model_type}: {len(types)} layer types for {count} layers; correct the configuration"
+        )
     modes = getattr(config, "kv_sharing_modes", None)
     if modes is None:
         owners = count - (getattr(config, "num_kv_shared_layers", None) or 0)

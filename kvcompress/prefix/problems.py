@@ -24,7 +24,10 @@ def first_problem(error: ValidationError, names: Iterable[str]) -> str:
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """`; did you mean ...?` with the nearest valid name, or the list of all where none is near."""
-    names = list(names)
-    close = get_close_matches(name, names, n=1)
-    return f"; did you mean {close[0]!r}?" if close else f"; expected one of {', '.join(map(repr, names))}"
+    """`; did you mean ...?` with the nearest valid name, case aside, or the first few names where none is near."""
+    folded = {each.casefold(): each for each in names}
+    close = get_close_matches(name.casefold(), folded, n=1)
+    if close:
+        return f"; did you mean {folded[close[0]]!r}?"
+    shown = ", ".join(repr(each) for each in list(folded.values())[:8])
+    return f"; expected one of {shown}{', …' if len(folded) > 8 else ''}"

@@ -67,9 +67,10 @@ class KVSize:
         most = budget // (batch * self.bytes_per_token_at_length)
         return largest_fitting(lambda tokens: self.bytes_at(tokens, batch), budget, max(1, most))
 
-    def users_within(self, budget: int, context: int) -> int:
-        """How many sequences of `context` tokens fit into `budget` bytes."""
-        return budget // self.bytes_at(context) if self.bytes_at(context) else 0
+    def users_within(self, budget: int, context: int) -> int | None:
+        """How many sequences of `context` tokens fit into `budget` bytes; None if they take no bytes."""
+        each = self.bytes_at(context)
+        return budget // each if each else None
 
 
 def kv_size(config: PreTrainedConfig, dtype: str | torch.dtype | None = None) -> KVSize:
