@@ -36,11 +36,14 @@ class Codes:
         if not self.parts:
             return None
         layout = PackedKeys if self.kind == "keys" else PackedValues
-        return layout(*(self.parts[name].view for name in ("words", "scale", "minimum")), self.bits, self.group_size)
+        parts = self.parts
+        return layout(parts["words"].view, parts["scale"].view, parts["minimum"].view, self.bits, self.group_size)
 
-    def rows(self, rows: Rows) -> "PackedKeys | PackedValues":
+    def rows(self, rows: Rows) -> PackedKeys | PackedValues:
+        """The same for some rows of the batch, once something is packed."""
         whole = self.packed
-        return type(whole)(whole.words[rows], whole.scale[rows], whole.minimum[rows], self.bits, self.group_size)
+        assert whole is not None
+        return whole._replace(words=whole.words[rows], scale=whole.scale[rows], minimum=whole.minimum[rows])
 
     def append(self, x: Tensor, counts: list[int], alive: Tensor | None) -> None:
         """Quantises the first `counts[b]` tokens of `x` [B, H, T, D]; those not `alive` [B, H, T] are holes."""
