@@ -1,10 +1,19 @@
 """How much to keep: tokens, a ratio of the prompt, or bytes for the whole cache."""
 
+from __future__ import annotations
+
 import math
 import re
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvcompress.kernels.layout import LANES
+
+if TYPE_CHECKING:
+    from kvcompress.methods.base import Method
 
 Budget = int | float | str
 """`1024` tokens, `0.25` of the prompt, or `"64MiB"` for the whole cache."""
@@ -66,16 +75,46 @@ def resolve(budget: Budget, prompt_lengths: list[int], tokens_within: Callable[[
     return [budget] * len(prompt_lengths)
 
 
+def method_bytes(method: Method, shapes: Counter[LayerShape], rows: int, kept: int, seen: int) -> int:
+    """Bytes that `method` stores for `kept` of `seen` tokens in each of `rows` rows, spare apart."""
+
+    def of_layer(shape: LayerShape) -> int:
+        if shape.window is None:
+            return method.stored_bytes(shape, kept, seen)
+        positions = 4 * shape.window if seen > shape.window else 0
+        return shape.exact_bytes(seen) + positions
+
+    return rows * sum(number * of_layer(shape) for shape, number in shapes.items())
+
+
+def tokens_within(limit: int, method: Method, shapes: Counter[LayerShape], rows: int, longest: int) -> int:
+    """The largest number of tokens a row whose stored bytes fit into `limit`; the longest prompt has `longest`.
+
+    Raises ValueError if not one token fits.
+    """
+    # Where the whole prompt fits, nothing is evicted and no positions are stored.
+    room = longest if method_bytes(method, shapes, rows, longest, longest) <= limit else 0
+
+    def bytes_of(tokens: int) -> int:
+        return method_bytes(method, shapes, rows, tokens, max(longest, tokens + 1))
+
+    if room and bytes_of(1) > limit:
+        return room
+    packing = method.packing
+    period = 1 if packing is None else math.lcm(packing.residual, LANES)
+    far = 64 * max(period, *(shape.window or 0 for shape in shapes))
+    grows = bytes_of(far + period) - bytes_of(far)  # from here on the same for every further period
+    return max(room, largest_fitting(bytes_of, limit, far + period * (limit // grows + 1), period))
+
+
 def largest_fitting(bytes_of: Callable[[int], int], limit: int, most: int, period: int = 1) -> int:
     """The largest number of tokens in [1, most] with `bytes_of(tokens) <= limit`.
 
-    `bytes_of` must not fall from one number to that plus `period`; in between, and at `most`, it may, as it does where
-    packing begins. Raises ValueError if not one token fits.
+    `bytes_of` must not fall from one number to that plus `period`; in between it may, as it does where packing begins.
+    Raises ValueError if not one token fits.
     """
     if bytes_of(1) > limit:
         raise ValueError(f"a budget of {limit:,} bytes does not hold one token ({bytes_of(1):,} bytes); give more")
-    if bytes_of(most) <= limit:
-        return most
-    candidates = (range(offset, most, period) for offset in range(1, min(period, most) + 1))
+    candidates = (range(offset, most + 1, period) for offset in range(1, min(period, most) + 1))
     fitting = ((tokens, bisect_right(tokens, limit, key=bytes_of)) for tokens in candidates)
     return max(tokens[count - 1] for tokens, count in fitting if count)

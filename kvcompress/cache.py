@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from kvcompress.budget import largest_fitting
-from kvcompress.cache_layer import CacheLayer, exact_bytes, method_bytes, shapes_of
+from kvcompress.budget import tokens_within
+from kvcompress.cache_layer import CacheLayer, exact_bytes, shapes_of
 from kvcompress.errors import CacheError
 from kvcompress.methods.base import Method
 from kvcompress.methods.exact import Exact
@@ -127,18 +127,15 @@ class CompressedCache(Cache):
         return sum(exact_bytes(layer, self.seen_tokens) for layer in self.layers)
 
     def tokens_within(self, limit: int) -> int:
-        """How many tokens a row keep the whole cache within `limit` bytes right after prefill."""
+        """How many tokens a row keep the whole cache within `limit` bytes right after prefill.
+
+        More than the prompt has, if there is room: then that many while decoding.
+        """
         longest = max(self.prompt_lengths)
-        shapes = shapes_of(self.layers)
-        asked = (limit, longest, self.rows, frozenset(shapes.items()))
+        known = sum(layer.shape is not None for layer in self.layers)
+        asked = (limit, longest, self.rows, known)
         if self._fitting is None or self._fitting[0] != asked:
-
-            def bytes_of(tokens: int) -> int:
-                return method_bytes(self.method, shapes, self.rows, tokens, longest)
-
-            packing = self.method.packing
-            period = 1 if packing is None else packing.residual
-            self._fitting = asked, largest_fitting(bytes_of, limit, longest, period)
+            self._fitting = asked, tokens_within(limit, self.method, shapes_of(self.layers), self.rows, longest)
         return self._fitting[1]
 
     def expect_prefill(self, counts: list[int], columns: int) -> None:

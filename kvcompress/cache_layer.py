@@ -15,7 +15,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvcompress.budget import LayerShape
 from kvcompress.errors import CacheError
-from kvcompress.methods.base import Ends, Evicting, Method
+from kvcompress.methods.base import Ends, Evicting
 from kvcompress.methods.view import LayerView, RecentQueries
 from kvcompress.stores.dense import DenseStore
 from kvcompress.stores.packed import PackedStore
@@ -250,15 +250,3 @@ def shapes_of(layers: list[CacheLayer]) -> Counter[LayerShape]:
         shape = layer.shape or known.get(layer.is_sliding) or next(iter(known.values()))
         shapes[replace(shape, window=layer.window)] += 1
     return shapes
-
-
-def method_bytes(method: Method, shapes: Counter[LayerShape], rows: int, kept: int, seen: int) -> int:
-    """Bytes that `method` stores for `kept` of `seen` tokens in each of `rows` rows, spare apart."""
-
-    def of_layer(shape: LayerShape) -> int:
-        if shape.window is None:
-            return method.stored_bytes(shape, kept, seen)
-        positions = 4 * shape.window if seen > shape.window else 0
-        return shape.exact_bytes(seen) + positions
-
-    return rows * sum(number * of_layer(shape) for shape, number in shapes.items())

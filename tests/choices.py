@@ -72,10 +72,12 @@ class Decisions:
         self.evicted += len(stored) - len(got)
 
 
-def check_h2o(
-    oracle: Oracle, calls: list[Call], cache: CompressedCache, heavy: Sequence[int], recent: Sequence[int]
-) -> int:
-    """H2O with `heavy[b]` and `recent[b]` tokens; returns how many tokens were evicted.
+PerCall = Sequence[Sequence[int]]
+"""A number of tokens for every call and row."""
+
+
+def check_h2o(oracle: Oracle, calls: list[Call], cache: CompressedCache, heavy: PerCall, recent: PerCall) -> int:
+    """H2O with `heavy[c][b]` and `recent[c][b]` tokens after call c; returns how many tokens were evicted.
 
     The score of a key is the sum of its softmax column over every query so far; it follows the token.
     """
@@ -85,14 +87,15 @@ def check_h2o(
         scores: dict[int, float] = {}
         for index, after in enumerate(run.after):
             new = run.fed(index, row)
+            if not new:
+                continue
             stored = stored + new
-            attention = (
-                run.attention(layer, row, head, new).sum(0) if new else np.zeros(stored[-1] + 1 if stored else 0)
-            )
+            attention = run.attention(layer, row, head, new).sum(0)
             scores = {position: scores.get(position, 0.0) + float(attention[position]) for position in stored}
             got = kept_lists(after[layer], row, head)
             values = np.array([scores[position] for position in stored])
-            run.compare(got, stored, values, heavy[row] + recent[row], stored[-recent[row] :])
+            newest = recent[index][row]
+            run.compare(got, stored, values, heavy[index][row] + newest, stored[-newest:])
             stored = got
     return run.evicted
 
@@ -135,17 +138,15 @@ def pooled(votes: Vector, kernel: int, pooling: str) -> Vector:
     return windows.max(-1) if pooling == "max" else windows.sum(-1) / kernel
 
 
-def check_streaming(
-    oracle: Oracle, calls: list[Call], cache: CompressedCache, sinks: Sequence[int], window: Sequence[int]
-) -> int:
-    """StreamingLLM with `sinks[b]` first and `window[b]` last tokens."""
+def check_streaming(oracle: Oracle, calls: list[Call], cache: CompressedCache, sinks: PerCall, window: PerCall) -> int:
+    """StreamingLLM with `sinks[c][b]` first and `window[c][b]` last tokens after call c."""
     run = Decisions(oracle, calls, cache)
     for layer, row, head in run.heads():
         stored: list[int] = []
         for index, after in enumerate(run.after):
             stored = stored + run.fed(index, row)
             got = kept_lists(after[layer], row, head)
-            first, last = sinks[row], window[row]
+            first, last = sinks[index][row], window[index][row]
             expected = stored if len(stored) <= first + last else stored[:first] + stored[len(stored) - last :]
             assert got == expected
             run.evicted += len(stored) - len(got)

@@ -75,14 +75,11 @@ def test_other_types_are_named(budget: object) -> None:
         check_budget(budget)  # pyright: ignore[reportArgumentType]
 
 
-@given(st.integers(1, 6), st.lists(st.integers(0, 9), min_size=1, max_size=40), st.integers(0, 9), st.integers(0, 60))
-def test_largest_fitting_is_found_where_bytes_fall_inside_a_period(
-    period: int, steps: list[int], last: int, limit: int
-) -> None:
+@given(st.integers(1, 6), st.lists(st.integers(0, 9), min_size=1, max_size=40), st.integers(0, 60))
+def test_largest_fitting_is_found_where_bytes_fall_inside_a_period(period: int, steps: list[int], limit: int) -> None:
     sizes: list[int] = []
     for index, step in enumerate(steps):
         sizes.append(step + (sizes[index - period] if index >= period else 5))
-    sizes.append(last)
     fitting = [tokens for tokens, size in enumerate(sizes, start=1) if size <= limit]
 
     def bytes_of(tokens: int) -> int:
@@ -134,6 +131,29 @@ def test_a_byte_budget_that_holds_no_token_is_named() -> None:
     refused = pytest.raises(ValueError, match=r"100 bytes does not hold one token \(\d+ bytes\)")
     with kvc.wrap(tiny("llama"), "snapkv(budget='100B')") as wrapped, refused:
         wrapped.prefill(torch.arange(3, 50)[None])
+
+
+@pytest.mark.parametrize(
+    "text", ["streaming_llm(sinks=1, budget={!r})", "h2o(budget={!r})", f"h2o(budget={{!r}}) | {PACKED}"]
+)
+def test_a_prompt_shorter_than_a_byte_budget_leaves_room_to_decode(text: str) -> None:
+    limit, model = 20_000, tiny("llama")
+    generator = torch.Generator().manual_seed(0)
+    with kvc.wrap(model, text.format(f"{limit}B")) as wrapped:
+        cache = wrapped.new_cache()
+        wrapped.prefill(torch.randint(3, VOCABULARY, (1, 9), generator=generator), cache=cache)
+        held: list[tuple[int, int]] = []
+        for _ in range(200):
+            wrapped(torch.randint(3, VOCABULARY, (1, 1), generator=generator), cache=cache)
+            held.append((cache.kept(0).shape[2], cache.nbytes - cache.memory()["spare"]))
+    most = max(kept for kept, _ in held)
+    assert held[-1][0] == most < 200
+    with kvc.wrap(model, text.format(most + 1)) as wrapped:
+        wrapped.prefill(torch.randint(3, VOCABULARY, (1, 209), generator=generator))
+        one_more = wrapped.cache
+    assert one_more.nbytes - one_more.memory()["spare"] > limit
+    if "kivi" not in text:
+        assert all(size <= limit for _, size in held)
 
 
 def test_a_sliding_layer_counts_its_window() -> None:

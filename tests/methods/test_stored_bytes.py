@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import kvcompress as kvc
-from kvcompress.cache_layer import method_bytes, shapes_of
+from kvcompress.budget import method_bytes
+from kvcompress.cache_layer import shapes_of
 from tests.families import VOCABULARY, tiny
 
 PACKED = "kivi(bits=2, group_size=8, residual=16)"

@@ -1,4 +1,4 @@
-"""Dense and packed stores against plain lists, through random appends, evictions, packings, forks and reordered rows."""
+"""Dense and packed stores against plain lists: random appends, evictions, packings, forks and reordered rows."""
 
 import torch
 from hypothesis import given, settings
