@@ -38,7 +38,7 @@ def attention(
         raise WrapError(
             "a ready-made 4-D attention mask cannot be used with a compressed cache; pass the 2-D padding mask"
         )
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scaling = float(query.shape[-1]) ** -0.5 if scaling is None else scaling
     if isinstance(key, Tensor):
         assert isinstance(value, Tensor)
         return _without_cache(query, key, value, attention_mask, scaling, softcap, s_aux), None

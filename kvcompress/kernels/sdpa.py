@@ -38,7 +38,7 @@ def causal(query: Tensor, keys: Tensor, values: Tensor, *, scaling: float) -> Te
 
 
 def masked(
-    query: Tensor, keys: Tensor, values: Tensor, allowed: Callable[[int, int], Tensor], *, scaling: float
+    query: Tensor, keys: Tensor, values: Tensor, allowed: Callable[[int, int], Tensor | None], *, scaling: float
 ) -> Tensor:
     """The same under any mask; `allowed(start, stop)` gives it for those columns, [B, H or 1, T, S].
 
@@ -49,6 +49,7 @@ def masked(
     for start in range(0, columns, QUERY_BLOCK):
         stop = min(start + QUERY_BLOCK, columns)
         mask = allowed(start, stop)
+        assert mask is not None
         mask = mask | ~mask.any(-1, keepdim=True)
         if stop - start == 1:
             folded = query[..., start:stop, :].flatten(2, 3)
