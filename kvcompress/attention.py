@@ -4,6 +4,7 @@ append (in `cache.update`), attend, observe, compress. A new token attends befor
 B batch, H KV heads, G query heads per KV head, T new tokens, S stored tokens, D head dim.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -38,7 +39,8 @@ def attention(
         raise WrapError(
             "a ready-made 4-D attention mask cannot be used with a compressed cache; pass the 2-D padding mask"
         )
-    scaling = float(query.shape[-1]) ** -0.5 if scaling is None else scaling
+    if scaling is None:
+        scaling = 1 / math.sqrt(query.shape[-1])
     if isinstance(key, Tensor):
         assert isinstance(value, Tensor)
         return _without_cache(query, key, value, attention_mask, scaling, softcap, s_aux), None
