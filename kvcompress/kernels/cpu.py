@@ -1,0 +1,152 @@
+"""Decode attention on a CPU: which cases its kernels take, and what they are called with.
+
+B batch, H KV heads, G query heads per KV head, T query columns, M = G·T rows of queries, S slots, D head dim.
+"""
+
+from functools import cache, partial
+
+import torch
+from torch import Tensor
+
+from kvcompress.kernels import cpu_decode
+from kvcompress.kernels.cpu_compile import DTYPES, Call, compile_kernel, float_bits, stored
+from kvcompress.kernels.cpu_decode import MOST_VALUE_GROUPS, PARAMETERS, ROWS, SCRATCH_BYTES
+from kvcompress.kernels.cpu_rows import DIM_STEP, MOST_DIM, TILE
+from kvcompress.kernels.cpu_threads import Kernel, thread_count
+from kvcompress.kernels.layout import LANES, DenseLayer, PackedKeys, PackedLayer, PackedValues
+
+TASKS = 32  # at least, where there are tiles enough: a thread that is held up leaves little for the end
+MANY_QUERIES = 64  # from here on torch's matrix products are faster where nothing is packed
+SMALL = 1 << 20  # bytes of keys and values below which torch's own attention is over before a kernel has begun
+LITTLE = 1 << 16  # numbers to merge that one thread has added up before another has woken
+
+
+@cache
+def decode_kernel(bits: int | None, dtype: torch.dtype) -> Kernel:
+    """The kernel for layers packed in `bits` bits, or not at all, with full precision in `dtype`."""
+    write = partial(cpu_decode.decode, bits=bits, dtype=DTYPES[dtype])
+    return compile_kernel(f"decode {bits} {DTYPES[dtype]}", write, PARAMETERS)
+
+
+@cache
+def merge_kernel() -> Kernel:
+    """The kernel that makes the output of what the parts left."""
+    return compile_kernel("merge", cpu_decode.merge, PARAMETERS)
+
+
+def attend_decode(
+    query: Tensor,
+    layer: DenseLayer | PackedLayer,
+    allowed: Tensor | None,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor | None:
+    """See `kvcompress.kernels.attend_decode`."""
+    if isinstance(layer, DenseLayer):
+        none = [0] * len(layer.lengths)
+        layer = PackedLayer(None, None, none, None, none, None, none, layer.keys, layer.values, layer.lengths)
+    plain = layer.keys is None and layer.values is None
+    if not takes(query, layer) or (plain and softcap is None and sinks is None and not pays(query, layer)):
+        return None
+    batch, heads, groups, columns, dim = query.shape
+    rows, threads = groups * columns, torch.get_num_threads()
+    blocks, lines = -(-rows // ROWS), min(rows, ROWS)
+    wanted = max(TASKS, 2 * threads) // (batch * heads * blocks)
+    parts = max(1, min(wanted, -(-max(layer.lengths) // TILE)))
+    tasks = batch * heads * blocks * parts
+    wide = query.to(torch.float32).contiguous()
+    out = torch.empty_like(wide)
+    left = torch.empty(tasks * lines * (dim + 2))
+    scratch = torch.empty(thread_count(tasks) * SCRATCH_BYTES, dtype=torch.uint8)
+    extra = torch.full((heads, groups), -torch.inf) if sinks is None else sinks.to(torch.float32).contiguous()
+    seen = None if allowed is None else mask(allowed, (batch, heads, columns, max(layer.lengths)))
+    numbers = {
+        "tasks": tasks,
+        "scratch": scratch.data_ptr(),
+        "query": wide.data_ptr(),
+        "left": left.data_ptr(),
+        "out": out.data_ptr(),
+        "sinks": extra.data_ptr(),
+        "batch": batch,
+        "heads": heads,
+        "queries": rows,
+        "columns": columns,
+        "dim": dim,
+        "blocks": blocks,
+        "lines": lines,
+        "parts": parts,
+        "key_group": layer.keys.group_size if layer.keys else 1,
+        "value_group": layer.values.group_size if layer.values else dim,
+        "scaling": float_bits(scaling),
+        "softcap": float_bits(softcap or 0.0),
+        **stored("allowed", seen),
+        **stored("front_keys", layer.front_keys),
+        **stored("front_values", layer.front_values),
+        **stored("tail_keys", layer.tail_keys),
+        **stored("tail_values", layer.tail_values),
+    }
+    for kind, codes in (("key", layer.keys), ("value", layer.values)):
+        if codes is not None:
+            numbers |= stored(f"{kind}_words", codes.words)
+            numbers |= stored(f"{kind}_scale", codes.scale)
+            numbers |= stored(f"{kind}_minimum", codes.minimum)
+    counts = [*layer.fronts, *layer.key_counts, *layer.value_counts, *layer.lengths]
+    call = Call(PARAMETERS, numbers, counts=counts, next_task=[0, 0])
+    bits = layer.keys.bits if layer.keys else layer.values.bits if layer.values else None
+    decode_kernel(bits, layer.tail_keys.dtype).run(call.address, tasks)
+    call.again(tasks=batch * heads * rows, next_task=0)
+    merge_kernel().run(call.address, 1 if left.numel() < LITTLE else batch * heads * rows)
+    return out.to(query.dtype)
+
+
+def takes(query: Tensor, layer: PackedLayer) -> bool:
+    """Whether the kernels have code for this layer."""
+    dim, dtype = query.shape[-1], layer.tail_keys.dtype
+    if query.dtype not in DTYPES or dtype not in DTYPES or dim % DIM_STEP or dim > MOST_DIM or not max(layer.lengths):
+        return False
+    full = (layer.tail_keys, layer.tail_values, layer.front_keys, layer.front_values)
+    return all(
+        each is None or (each.dtype == dtype and each.shape[-1] == dim and each.stride(-1) == 1) for each in full
+    ) and (takes_keys(layer.keys, layer.key_counts) and takes_values(layer.values, dim))
+
+
+def pays(query: Tensor, layer: PackedLayer) -> bool:
+    """Whether the kernels are faster than torch's attention over a layer in full precision."""
+    size = 2 * query.shape[1] * query.shape[-1] * layer.tail_keys.element_size() * sum(layer.lengths)
+    return query.shape[2] * query.shape[3] <= MANY_QUERIES and size >= SMALL
+
+
+def takes_keys(keys: PackedKeys | None, counts: list[int]) -> bool:
+    """Whether whole blocks of words share one scale, and lie as `layout.py` says."""
+    if keys is None:
+        return True
+    whole = keys.group_size % LANES == 0 and not any(count % LANES for count in counts)
+    return whole and all(gapless(tensor) for tensor in keys[:3])
+
+
+def takes_values(values: PackedValues | None, dim: int) -> bool:
+    """Whether whole vectors of channels share one scale, and lie as `layout.py` says."""
+    if values is None:
+        return True
+    whole = values.group_size % DIM_STEP == 0 and dim // values.group_size <= MOST_VALUE_GROUPS
+    return whole and all(gapless(tensor) for tensor in values[:3])
+
+
+def gapless(tensor: Tensor) -> bool:
+    """Whether all that [B, H, S, ...] holds for one row and head lies in one piece."""
+    size = 1
+    for length, stride in zip(tensor.shape[:1:-1], tensor.stride()[:1:-1], strict=True):
+        if length > 1 and stride != size:
+            return False
+        size *= length
+    return True
+
+
+def mask(allowed: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
+    """A mask broadcastable to [B, H, T, S] as [B, H, T, S] with its slots side by side."""
+    if allowed.shape[-1] > shape[-1]:
+        allowed = allowed[..., : shape[-1]]
+    whole = allowed.expand(shape)
+    return whole if whole.stride(-1) == 1 else whole.contiguous()

@@ -1,0 +1,219 @@
+"""Decode attention over dense or packed rows, split over rows, KV heads, blocks of queries and parts of the slots.
+
+A task is one part of one row's slots, for one KV head and up to `ROWS` of its queries. What it leaves is a line
+[D sums, largest logit, sum of weights] for each query; `merge` makes the output of them by their log-sum-exp.
+
+Scratch of one thread, in rows of `ROW` bytes: queries, sums and logits (`ROWS` each), what the packed products fold,
+scales and minima of a tile's values, and last the largest logit and the sum of weights of each query.
+"""
+
+from dataclasses import dataclass
+
+from kvcompress.kernels.cpu_compile import Parameters, stored_names
+from kvcompress.kernels.cpu_dense import dense_logits, dense_mix
+from kvcompress.kernels.cpu_math import exp
+from kvcompress.kernels.cpu_packed import MOST_VALUE_GROUPS, packed_logits, packed_mix, unpack_scales
+from kvcompress.kernels.cpu_rows import ROW, TILE, TOGETHER, in_fours
+from kvcompress.kernels.cpu_softmax import LOWEST, cap_logits, mask_logits, pad_logits, weigh
+from kvcompress.kernels.cpu_values import FLOAT, INT64, WIDTH, Value
+
+ROWS = 32  # of queries in one task
+SUMS, LOGITS, FOLDED = ROWS * ROW, 2 * ROWS * ROW, 3 * ROWS * ROW
+SCALES = FOLDED + (TOGETHER + 1) * ROW
+TOPS = SCALES + 2 * MOST_VALUE_GROUPS * ROW
+TOTALS = TOPS + 4 * ROWS
+SCRATCH_BYTES = TOPS + ROW
+
+PARAMETERS = [
+    "next_task",  # address of two numbers: the next task and the next thread
+    "tasks",
+    "scratch",
+    "query",  # fp32 [B, H, M, D]
+    "left",  # fp32 [tasks, lines, D + 2]
+    "out",  # fp32 [B, H, M, D]
+    "sinks",  # fp32 [H, M / T], or 0
+    "counts",  # int64 [4, B]: front, packed keys, packed values and all slots of a row
+    "batch",
+    "heads",
+    "queries",  # M, the rows of queries of one KV head
+    "columns",  # T
+    "dim",
+    "blocks",  # of ROWS queries
+    "lines",  # the most queries of a task
+    "parts",
+    "key_group",
+    "value_group",
+    "scaling",
+    "softcap",  # or 0
+    *stored_names("allowed", "front_keys", "front_values", "tail_keys", "tail_values"),
+    *stored_names("key_words", "key_scale", "key_minimum", "value_words", "value_scale", "value_minimum"),
+]
+
+
+@dataclass
+class Task:
+    """One task while it runs: its row, KV head and queries, and the scratch of its thread."""
+
+    p: Parameters
+    row: Value
+    head: Value
+    first: Value  # query
+    rows: Value  # of queries
+    scratch: Value
+    dtype: str
+    bits: int | None
+
+    def place(self, name: str) -> Value:
+        return self.p.place(name, self.row, self.head)
+
+    def count(self, which: int) -> Value:
+        return self.p.code.load(self.p.counts + (self.p.batch * which + self.row) * 8, INT64)
+
+
+def prepare(task: Task) -> None:
+    """Copies the queries, scaled; nothing is summed yet."""
+    p, code, scratch = task.p, task.p.code, task.scratch
+    scaling = p.float("scaling").splat()
+    source = p.query + ((task.row * p.heads + task.head) * p.queries + task.first) * p.dim * 4
+    with code.loop(0, task.rows) as row:
+        with code.loop(0, p.dim, WIDTH) as d:
+            at = scratch + row.index * ROW + d.index * 4
+            code.store(at, code.load(source + (row.index * p.dim + d.index) * 4) * scaling)
+            code.store(at + SUMS, code.floats(0.0))
+        code.store(scratch + row.index * 4 + TOPS, code.float(LOWEST))
+        code.store(scratch + row.index * 4 + TOTALS, code.float(0.0))
+
+
+def finish_logits(task: Task, slot: Value, tokens: Value) -> None:
+    """What models put around the logits of `tokens` slots from `slot` on, and the tile's softmax."""
+    p, code, logits = task.p, task.p.code, task.scratch + LOGITS
+    softcap = p.float("softcap")
+    with code.when(softcap > 0.0):
+        cap_logits(logits, softcap, task.rows, tokens)
+    with code.when(p.allowed > 0), code.loop(0, task.rows) as row:
+        column = (task.first + row.index) % p.columns
+        mask_logits(logits + row.index * ROW, task.place("allowed") + column * p.allowed_third + slot, tokens)
+    pad_logits(logits, task.rows, tokens)
+    weigh(logits, task.scratch + SUMS, task.scratch + TOPS, task.scratch + TOTALS, p.dim, task.rows, tokens)
+
+
+def dense_product(task: Task, name: str, token: Value, tokens: Value, offset: Value | int) -> None:
+    """Logits (keys) or weighted sums (values) of `tokens` tokens; their logits begin at `offset` in the tile."""
+    p, scratch = task.p, task.scratch
+    stride = getattr(p, f"{name}_third")
+    stored, logits = task.place(name) + token * stride, scratch + LOGITS + offset * 4
+
+    def step(row: Value, rows: int) -> None:
+        at = row * ROW
+        if name.endswith("keys"):
+            dense_logits(stored, stride, tokens, p.dim, scratch + at, logits + at, rows, task.dtype)
+        else:
+            dense_mix(stored, stride, tokens, p.dim, logits + at, scratch + SUMS + at, rows, task.dtype)
+
+    with p.code.when(tokens > 0):
+        in_fours(p.code, task.rows, step)
+
+
+def packed_keys(task: Task, bits: int, token: Value, tokens: Value) -> None:
+    """Logits of `tokens` packed keys from `token` on."""
+    p, scratch = task.p, task.scratch
+    words, scale, minimum = (task.place(f"key_{part}") for part in ("words", "scale", "minimum"))
+
+    def step(row: Value, rows: int) -> None:
+        to = scratch + LOGITS + row * ROW
+        query, folded = scratch + row * ROW, scratch + FOLDED
+        packed_logits(words, scale, minimum, p.key_group, token, tokens, p.dim, query, to, folded, rows, bits)
+
+    in_fours(p.code, task.rows, step)
+
+
+def packed_values(task: Task, bits: int, token: Value, tokens: Value) -> None:
+    """Weighted sums of `tokens` packed values from `token` on."""
+    p, scratch = task.p, task.scratch
+    groups = p.dim // p.value_group
+    words = task.place("value_words") + token * bits // 16 * p.dim * 2
+
+    def step(row: Value, rows: int) -> None:
+        weights, sums, folded = scratch + LOGITS + row * ROW, scratch + SUMS + row * ROW, scratch + FOLDED
+        packed_mix(words, tokens, p.value_group, p.dim, scratch + SCALES, weights, sums, folded, rows, bits)
+
+    with p.code.when(tokens > 0):
+        for at, name in ((SCALES, "value_scale"), (groups * ROW + SCALES, "value_minimum")):
+            unpack_scales(task.place(name) + token * groups * 2, tokens, groups, scratch + at)
+        in_fours(p.code, task.rows, step)
+
+
+def attend_front(task: Task, front: Value) -> None:
+    """The slots in full precision before the packed ones."""
+    with task.p.code.loop(0, front, TILE) as slot:
+        tokens = (front - slot.index).at_most(TILE)
+        dense_product(task, "front_keys", slot.index, tokens, 0)
+        finish_logits(task, slot.index, tokens)
+        dense_product(task, "front_values", slot.index, tokens, 0)
+
+
+def attend_body(task: Task, front: Value, start: Value, stop: Value) -> None:
+    """The slots behind the front from `start` up to `stop`: packed ones, then the tail."""
+    code = task.p.code
+    with code.loop(start, stop, TILE) as each:
+        token = each.index
+        tokens = (stop - token).at_most(TILE)
+        for which, kind in ((1, "keys"), (2, "values")):
+            count = task.count(which)
+            packed = (count - token).at_most(tokens).at_least(0)
+            if task.bits is not None:
+                (packed_keys if kind == "keys" else packed_values)(task, task.bits, token, packed)
+            dense_product(task, f"tail_{kind}", (token - count).at_least(0), tokens - packed, packed)
+            if kind == "keys":
+                finish_logits(task, front + token, tokens)
+
+
+def decode(p: Parameters, bits: int | None, dtype: str) -> None:
+    """The kernel of every thread, for layers packed in `bits` bits or not at all, with full precision in `dtype`."""
+    code = p.code
+    scratch = p.scratch + code.take_number(p.next_task + 8) * SCRATCH_BYTES
+    with code.tasks(p.next_task, p.tasks) as number:
+        part, block = number % p.parts, number // p.parts % p.blocks
+        head, row = number // (p.parts * p.blocks) % p.heads, number // (p.parts * p.blocks * p.heads)
+        first = block * ROWS
+        task = Task(p, row, head, first, (p.queries - first).at_most(ROWS), scratch, dtype, bits)
+        prepare(task)
+        front = task.count(0)
+        with code.when(part.equals(0)):
+            attend_front(task, front)
+        body = task.count(3) - front
+        share = ((body + (TILE - 1)) // TILE + p.parts - 1) // p.parts * TILE
+        attend_body(task, front, part * share, ((part + 1) * share).at_most(body))
+        with code.loop(0, task.rows) as each:
+            line = p.left + (number * p.lines + each.index) * (p.dim + 2) * 4
+            with code.loop(0, p.dim, WIDTH) as d:
+                code.store(line + d.index * 4, code.load(scratch + each.index * ROW + d.index * 4 + SUMS))
+            code.store(line + p.dim * 4, code.load(scratch + each.index * 4 + TOPS, FLOAT))
+            code.store(line + p.dim * 4 + 4, code.load(scratch + each.index * 4 + TOTALS, FLOAT))
+
+
+def merge(p: Parameters) -> None:
+    """The kernel of every thread for the second half: each task is one query of one KV head."""
+    code, line = p.code, (p.dim + 2) * 4
+    with code.tasks(p.next_task, p.tasks) as number:
+        query = number % p.queries
+        head = number // p.queries % p.heads
+        task = (number // p.queries * p.blocks + query // ROWS) * p.parts
+        source, step = p.left + (task * p.lines + query % ROWS) * line, p.lines * line
+        with code.loop(0, p.parts, carried=[code.float(LOWEST)]) as part:
+            part.carried = [code.load(source + part.index * step + p.dim * 4, FLOAT).at_least(part.carried[0])]
+        sink = code.load(p.sinks + (head * (p.queries // p.columns) + query // p.columns) * 4, FLOAT)
+        top = part.carried[0].at_least(sink)
+        with code.loop(0, p.parts, carried=[exp((sink - top).splat()).first()]) as part:
+            at = source + part.index * step + p.dim * 4
+            factor = exp((code.load(at, FLOAT) - top).splat()).first()
+            code.store(at, factor)
+            part.carried = [code.load(at + 4, FLOAT).times_plus(factor, part.carried[0])]
+        total = part.carried[0]
+        share = code.float(0.0).where(total.equals(0.0), 1.0 / total).splat()
+        with code.loop(0, p.dim, WIDTH) as d:
+            with code.loop(0, p.parts, carried=[code.floats(0.0)]) as part:
+                at = source + part.index * step
+                factor = code.load(at + p.dim * 4, FLOAT).splat()
+                part.carried = [code.load(at + d.index * 4).times_plus(factor, part.carried[0])]
+            code.store(p.out + (number * p.dim + d.index) * 4, part.carried[0] * share)
