@@ -107,7 +107,7 @@ def plot_capacity(report: ReplayReport, path: Path) -> None:
         xlabel=f"capacity (blocks of {report.trace.block} tokens)",
         ylabel="prompt tokens served from the cache (%)",
         title=report.trace.name,
-        xlim=(0, most),
+        xlim=(0, max(most, 1)),
         ylim=(0, 100),
     )
     axes.legend(loc="lower right")

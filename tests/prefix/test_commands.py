@@ -78,6 +78,15 @@ def test_the_figure_shows_hit_rate_against_capacity(tmp_path: Path, monkeypatch:
     assert (tmp_path / "curve.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
+@pytest.mark.filterwarnings("error")
+def test_prompts_too_short_for_a_block_are_all_recomputed(tmp_path: Path) -> None:
+    path = tmp_path / "short.jsonl"
+    path.write_text("[1, 2]\n[1, 2]\n")
+    report = json.loads(run("replay", str(path), "--json", "--prices", PRICES, "--png", str(tmp_path / "x.png")).stdout)
+    assert {each["recomputed"] for each in report["policies"]} == {4}
+    assert report["distinct_blocks"] == 0 and report["cost"]["cost"] == 4
+
+
 def test_a_bad_line_stops_or_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     path.write_text('{"tokens": [1, 2]}\n{"tokens": [-1]}\n{"tokens": [1, 2]}\n')
