@@ -127,14 +127,13 @@ class CompressedCache(Cache):
         return sum(exact_bytes(layer, self.seen_tokens) for layer in self.layers)
 
     def tokens_within(self, limit: int) -> int:
-        """How many tokens a row keep the whole cache within `limit` bytes right after prefill.
+        """How many tokens a row keep the whole cache within `limit` bytes right after prefill; fixed from then on.
 
         More than the prompt has, if there is room: then that many while decoding.
         """
-        longest = max(self.prompt_lengths)
-        known = sum(layer.shape is not None for layer in self.layers)
-        asked = (limit, longest, self.rows, known)
+        asked = limit, sum(layer.shape is not None for layer in self.layers)
         if self._fitting is None or self._fitting[0] != asked:
+            longest = max(self.prompt_lengths)
             self._fitting = asked, tokens_within(limit, self.method, shapes_of(self.layers), self.rows, longest)
         return self._fitting[1]
 
@@ -143,6 +142,7 @@ class CompressedCache(Cache):
         self.prefill_until = self.columns + columns
         seen = self.seen_tokens or [0] * len(counts)
         self.prompt_lengths = [old + new for old, new in zip(seen, counts, strict=True)]
+        self._fitting = None
         for layer in self.layers:
             layer.recent = None
 
@@ -223,6 +223,7 @@ class CompressedCache(Cache):
         other = CompressedCache(method, [layer.window for layer in self.layers], self.identity, rotaries)
         other.columns, other.seen_tokens = self.columns, list(self.seen_tokens)
         other.prompt_lengths, other.turned_back = list(self.prompt_lengths), list(self.turned_back)
+        other.reused_tokens = self.reused_tokens
         other._call = Call(0, [0] * self.rows, prefill=True, ends_prefill=True)
         for mine, theirs in zip(self.layers, other.layers, strict=True):
             theirs.start(self.rows)

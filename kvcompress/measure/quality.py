@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,6 +23,9 @@ from kvcompress.methods.base import Method
 from kvcompress.methods.exact import Exact
 from kvcompress.text_form import parse
 from kvcompress.wrapping import Wrapped, wrap
+
+if TYPE_CHECKING:
+    from kvcompress.prefix.prefix_cache import PrefixCache
 
 TIMED_TOKENS = 32
 
@@ -78,13 +82,16 @@ def evaluate(
     config_hash: str | None = None,
     first_sample: int = 0,
     on_error: str = "raise",
+    prefix_cache: PrefixCache | None = None,
 ) -> list[Record]:
     """Measures each method on each row of `ids` [samples, at least prefix + scored + 1] against the exact baseline.
 
     The first `prefix` ids are prefilled and compressed; `question` [T], if given, is fed after that; then the next
     `scored` ids are fed, each predicting the one after it. Only these predictions count: the one right after prefill
     saw everything. With `share_prefill` the prompt is prefilled once and each method starts from a fork of it.
-    `on_error="record"` makes a failed method a record with status "failed" instead of raising.
+    `on_error="record"` makes a failed method a record with status "failed" instead of raising. With a `prefix_cache`,
+    prefills begin with the KV of former samples that share their beginning; `tokens_reused` says how much, and
+    `prefill_s` is then the time of the rest.
 
     Raises ValueError for too few ids, MethodError for a wrong method.
     """
@@ -108,6 +115,7 @@ def evaluate(
                 config_hash=config_hash,
                 sample=sample,
                 on_error=on_error,
+                prefix_cache=prefix_cache,
             )
         )
     return records
@@ -128,6 +136,7 @@ def evaluate_sample(
     config_hash: str | None = None,
     sample: int = 0,
     on_error: str = "raise",
+    prefix_cache: PrefixCache | None = None,
 ) -> Iterator[Record]:
     """`evaluate` for one text [N], a record at a time as each is measured."""
     _check_sizes(ids[None], prefix, scored)
@@ -167,7 +176,7 @@ def evaluate_sample(
         gc.collect()
         return record
 
-    with wrap(model, Exact()) as wrapped:
+    with wrap(model, Exact(), prefix_cache) as wrapped:
         sharing = [method for method in methods if share_prefill and _can_share(wrapped, method, prefix, chunk)]
         gathered, seconds, _ = _prefill(wrapped, prompt, chunk, sharing)
         exact = _score(wrapped, gathered.fork(), asked, feed, one_call=True)
@@ -178,7 +187,7 @@ def evaluate_sample(
         gathered = None  # its memory is not needed by the methods that run alone
     for method in methods:
         if method not in sharing:
-            with wrap(model, method) as own:
+            with wrap(model, method, prefix_cache) as own:
                 yield measured(method, partial(_alone, own, prompt, chunk, asked, feed), exact)
 
 
@@ -278,7 +287,7 @@ def _fill(record: Record, prefilled: Prefilled, scores: Scores, exact: Scores, t
     record.kept_tokens = prefilled.kept_tokens
     record.decode_ms_per_token, record.decode_ms_per_token_exact = scores.ms_per_token, exact.ms_per_token
     record.prefill_s, record.prefill_shared = prefilled.prefill_s, prefilled.shared
-    record.compress_s = prefilled.compress_s
+    record.compress_s, record.tokens_reused = prefilled.compress_s, prefilled.cache.reused_tokens
     record.peak_bytes, record.peak_of = prefilled.peak.nbytes, prefilled.peak.of
 
 

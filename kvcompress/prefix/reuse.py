@@ -55,7 +55,6 @@ class Reuse:
         cache.recorder = None
         if not isinstance(self._method, Exact):
             cache.become(cache.compress_as(self._method, self._rotaries))
-        cache.reused_tokens = self._reused
 
     def _begin(self) -> None:
         cache, owner = self.cache, self.owner
@@ -68,7 +67,7 @@ class Reuse:
         usable = max(0, self.columns - reserve) // owner.block
         whole = (self.chunk or owner.block) // owner.block
         self._matches = owner.match_all([keys[:usable] for keys in self._keys], whole, cache.gathers_scores)
-        self._reused = self._matches[0].tokens
+        self._reused = cache.reused_tokens = self._matches[0].tokens
         cache.expect_prefill([self.columns] * self.rows, self.columns)
         if self._reused:
             fill(

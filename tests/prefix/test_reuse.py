@@ -14,6 +14,7 @@ from transformers import DynamicCache
 import kvcompress as kvc
 from kvcompress import CacheError, CompressedCache, PrefixCache, Wrapped
 from kvcompress.compat import cache_argument
+from kvcompress.measure.quality import evaluate
 from tests.families import FAMILIES, VOCABULARY, tiny
 from tests.tiny import tiny_llama
 
@@ -277,3 +278,21 @@ def test_a_failed_prefill_lets_go_and_leaves_the_cache_empty() -> None:
         model.model.norm.weight.data.copy_(weight)
         _, logits = run(wrapped, SECOND, cache)
         assert torch.equal(logits, run(wrapped, SECOND)[1])
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_evaluate_scores_samples_with_a_common_beginning_as_without_a_prefix_cache(shared: bool) -> None:
+    model, methods = tiny_llama(), ["exact", *METHODS[1:5], METHODS[6]]
+    ids = torch.stack([torch.cat([PREFIX[:96], random_ids(60, seed=seed)]) for seed in (1, 2)])
+    plain = evaluate(model, ids, methods, prefix=120, scored=20, share_prefill=shared)
+    store = PrefixCache(model, checkpoint=32)
+    records = evaluate(model, ids, methods, prefix=120, scored=20, share_prefill=shared, prefix_cache=store)
+    for record, expected in zip(records, plain, strict=True):
+        assert (record.method, record.sample, record.status) == (expected.method, expected.sample, "ok")
+        assert (record.kv_bytes, record.kept_tokens) == (expected.kv_bytes, expected.kept_tokens)
+        assert record.nll == pytest.approx(expected.nll, abs=1e-5) and record.kl == pytest.approx(expected.kl, abs=1e-5)
+    assert {record.tokens_reused for record in plain} == {0}
+    if shared:
+        assert [record.tokens_reused for record in records] == [0] * len(methods) + [96] * len(methods)
+    else:
+        assert all(record.tokens_reused for record in records[len(methods) :])
