@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from torch import Tensor
 
-from kvcompress.budget import LayerShape
+from kvcompress.budget import Budget, LayerShape
 from kvcompress.stores.dense import DenseStore
 from kvcompress.stores.packed import PackedStore
 
@@ -119,6 +120,10 @@ class Evicting(Method):
     def shortest_recent(self) -> int | None:
         """The number of newest tokens that are never evicted while decoding; None where it depends on the prompt."""
         return None
+
+    def kept_tokens(self, tokens: Callable[[Budget], int]) -> int:
+        """How many tokens of a long enough prompt stay, where `tokens(budget)` is what a budget means for it."""
+        raise TypeError(f"{type(self).__name__} must define kept_tokens(tokens) to have its size worked out")
 
     def keep(self, layer: LayerView) -> Tensor | Ends:
         """Which slots stay: a mask [B, H, S] with as many true slots in every head of a row, or `Ends`."""

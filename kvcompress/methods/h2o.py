@@ -1,5 +1,6 @@
 """H2O: the tokens that have drawn the most attention so far, and the newest ones."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -52,6 +53,12 @@ class H2O(Evicting):
         if not isinstance(recent, int):
             return None
         return recent if self.budget is None else recent - recent // 2
+
+    def kept_tokens(self, tokens: Callable[[Budget], int]) -> int:
+        if self.budget is not None:
+            return tokens(self.budget)
+        assert self.heavy is not None and self.recent is not None
+        return tokens(self.heavy) + tokens(self.recent)
 
     def keep(self, layer: LayerView) -> Tensor:
         if self.budget is not None:

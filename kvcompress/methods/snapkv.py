@@ -1,5 +1,6 @@
 """SnapKV: what the prompt's last queries look at."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -46,6 +47,9 @@ class SnapKV(Evicting):
     @property
     def query_window(self) -> int:
         return self.window
+
+    def kept_tokens(self, tokens: Callable[[Budget], int]) -> int:
+        return tokens(self.budget)
 
     def keep(self, layer: LayerView) -> Tensor:
         tokens = layer.tokens(self.budget)

@@ -1,5 +1,6 @@
 """StreamingLLM: the first tokens and the newest ones."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -53,6 +54,12 @@ class StreamingLLM(Evicting):
         if self.window is not None:
             return self.window
         return self.budget - self.sinks if isinstance(self.budget, int) else None
+
+    def kept_tokens(self, tokens: Callable[[Budget], int]) -> int:
+        if self.window is not None:
+            return self.sinks + self.window
+        assert self.budget is not None
+        return tokens(self.budget)
 
     def keep(self, layer: LayerView) -> Ends:
         if self.window is not None:

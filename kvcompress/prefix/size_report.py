@@ -5,7 +5,7 @@ from typing import Any
 
 from rich.table import Table
 
-from kvcompress.prefix.sizes import KVSize, method_bytes
+from kvcompress.prefix.sizes import KVSize, method_bytes, method_tokens_within
 
 
 def describe(model: str, size: KVSize, context: int | None, batch: int, budget: int, method: str) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def describe(model: str, size: KVSize, context: int | None, batch: int, budget: 
         "batch": batch,
         "bytes": held,
         "budget_bytes": budget,
-        "tokens_within_budget": size.tokens_within(budget, batch),
+        "tokens_within_budget": method_tokens_within(size, method, budget, batch),
         "users_within_budget": budget * batch // held if held else None,
     }
 

@@ -3,13 +3,22 @@
 What is counted is what transformers' own cache holds between two calls in the given dtype, without spare room.
 """
 
+from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from transformers import PreTrainedConfig
 
-from kvcompress.budget import largest_fitting
+from kvcompress import budget
+from kvcompress.budget import Budget, LayerShape, largest_fitting, resolve
+from kvcompress.methods.base import Method
+from kvcompress.methods.exact import Exact
 from kvcompress.prefix.layer_sizes import LayerSize, layer_sizes
+from kvcompress.text_form import parse
+
+LONGEST = 2**50
+"""A method whose bytes still fit at this many tokens has no limit."""
 
 
 @dataclass(frozen=True)
@@ -95,15 +104,49 @@ def kv_size(config: PreTrainedConfig, dtype: str | torch.dtype | None = None) ->
 
 
 def method_bytes(size: KVSize, method: str, context: int, batch: int = 1) -> int:
-    """Bytes that `batch` sequences of `context` tokens take under a method, in its text form.
+    """Bytes that `batch` sequences of `context` tokens take under a method, in its text form, right after prefill.
 
-    Raises `ValueError` for a method whose size is not worked out here.
+    What a real cache stores, spare apart. Raises `MethodError` for a wrong method, `ValueError` for a model whose
+    layers keep something else than plain keys and values.
     """
-    if method.strip().removesuffix("()") != "exact":
-        raise ValueError(
-            f"method {method!r}: only the size under 'exact' can be worked out; wrap the model to measure it"
-        )
-    return size.bytes_at(context, batch)
+    parsed = parse(method)
+    if isinstance(parsed, Exact):
+        return size.bytes_at(context, batch)
+    shapes = _plain_shapes(size, parsed)
+
+    def tokens(share: Budget) -> int:
+        within = partial(budget.tokens_within, method=parsed, shapes=shapes, rows=batch, longest=context)
+        return resolve(share, [context], within)[0]
+
+    evicting = parsed.evicting
+    kept = context if evicting is None else min(context, evicting.kept_tokens(tokens))
+    return budget.method_bytes(parsed, shapes, batch, kept, context)
+
+
+def method_tokens_within(size: KVSize, method: str, limit: int, batch: int = 1) -> int | None:
+    """The longest context that `batch` sequences can each have in `limit` bytes; None if there is no limit."""
+    if isinstance(parse(method), Exact):
+        return size.tokens_within(limit, batch)
+    if method_bytes(size, method, 1, batch) > limit:
+        return 0
+    most = 1
+    while method_bytes(size, method, most, batch) <= limit:
+        most *= 2
+        if most > LONGEST:
+            return None
+    return largest_fitting(lambda tokens: method_bytes(size, method, tokens, batch), limit, most)
+
+
+def _plain_shapes(size: KVSize, method: Method) -> Counter[LayerShape]:
+    shapes: Counter[LayerShape] = Counter()
+    for index, layer in enumerate(size.layers):
+        if layer.kind not in ("full", "sliding", "chunked") or layer.attention == "MLA" or layer.indexer_dim:
+            kind = layer.attention or layer.kind
+            raise ValueError(
+                f"{method} cannot run on layer {index} of {size.model_type} ({kind}): only 'exact' has a size"
+            )
+        shapes[LayerShape(layer.heads, layer.key_dim, layer.value_dim, size.itemsize, layer.window)] += 1
+    return shapes
 
 
 def token_passes(prompt: int, new: int) -> tuple[int, int]:

@@ -10,8 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+import kvcompress as kvc
 from kvcompress.prefix.layer_sizes import LayerSize, UnknownLayer
 from kvcompress.prefix.sizes import KVSize, kv_size, method_bytes, token_passes
+from tests.tiny import tiny_llama
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "sizes.json").read_text())
 COMMON: dict[str, Any] = {
@@ -232,5 +234,28 @@ def test_bad_arguments_are_named() -> None:
         kv_size(config, "float13")
     with pytest.raises(ValueError, match="batch=0"):
         kv_size(config).bytes_at(5, batch=0)
-    with pytest.raises(ValueError, match=r"method 'h3o\(\)'"):
+    with pytest.raises(ValueError, match="unknown method 'h3o'; did you mean 'h2o'"):
         method_bytes(kv_size(config), "h3o()", 5)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "exact",
+        "streaming_llm(sinks=2, window=40)",
+        "h2o(heavy=0.2, recent=0.3)",
+        "snapkv(budget=0.4, window=8)",
+        "snapkv(budget='20KiB', window=8)",
+        "kivi(group_size=8, residual=16)",
+        "snapkv(budget=0.5, window=8) | kivi(bits=4, group_size=8, residual=16)",
+    ],
+)
+@pytest.mark.parametrize("context", [5, 97])
+def test_bytes_under_a_method_are_what_a_real_cache_stores(method: str, context: int) -> None:
+    model = tiny_llama()
+    ids = torch.randint(0, 256, (2, context), generator=torch.Generator().manual_seed(0))
+    with kvc.wrap(model, method) as wrapped:
+        cache = wrapped.new_cache()
+        wrapped.prefill(ids, cache=cache)
+        stored = cache.nbytes - cache.memory()["spare"]
+    assert method_bytes(kv_size(model.config, "float32"), method, context, batch=2) == stored
