@@ -45,3 +45,56 @@ def attend_decode(
     """
     fast = _fast(query.device.type, "cpu", "cuda")
     return fast and fast.attend_decode(query, layer, allowed, scaling=scaling, softcap=softcap, sinks=sinks)
+
+
+def attend_with_sums(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    past: int,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor] | None:
+    """Causal attention of many queries [B, H, G, T, D] and how much of it each key drew, from one pass.
+
+    `keys` and `values` [B, H, S, D] with S = past + T: column t sees the first past + t + 1 slots. Returns the output
+    [B, H, G, T, D] in the query's dtype and the sum over queries of each key's softmax column, averaged over the G
+    query heads: fp32 [B, H, S]. Beside these it needs O(T + S) memory.
+    """
+    fast = _fast(query.device.type, "cpu_scores", None)
+    return fast and fast.attend_with_sums(query, keys, values, past, scaling=scaling, softcap=softcap, sinks=sinks)
+
+
+def column_sums(
+    query: Tensor,
+    keys: Tensor,
+    past: int,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor | None:
+    """The second result of `attend_with_sums` alone: fp32 [B, H, S]."""
+    fast = _fast(query.device.type, "cpu_scores", "cuda")
+    return fast and fast.column_sums(query, keys, past, scaling=scaling, softcap=softcap, sinks=sinks)
+
+
+def window_votes(
+    query: Tensor,
+    keys: Tensor,
+    lengths: list[int],
+    real: list[int],
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor | None:
+    """Softmax of the last queries [B, H, G, W, D] over `keys` [B, H, S, D], summed over them: fp32 [B, H, S].
+
+    Averaged over the G query heads. Row b has `lengths[b]` slots; of the W columns the last `real[b]` count, and see
+    all slots but those of the tokens after their own.
+    """
+    fast = _fast(query.device.type, "cpu_scores", None)
+    return fast and fast.window_votes(query, keys, lengths, real, scaling=scaling, softcap=softcap, sinks=sinks)

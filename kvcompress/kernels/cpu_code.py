@@ -100,7 +100,7 @@ class Code:
         self._call("llvm.prefetch.p0", ir.VoidType(), [place, to_read, keep, data])
 
     @contextmanager
-    def loop(self, start: Number, stop: Number, step: int = 1, carried: Sequence[Value] = ()) -> Iterator[Loop]:
+    def loop(self, start: Number, stop: Number, step: int | Value = 1, carried: Sequence[Value] = ()) -> Iterator[Loop]:
         """Code for each index from `start` up to `stop`. What the body leaves in `carried` the next round begins with,
         and it is there after the loop."""
         builder, begin, end = self.builder, self.like(start, INT64).ir, self.like(stop, INT64).ir
@@ -119,7 +119,7 @@ class Code:
         yield loop
         for phi, value in zip(phis, loop.carried, strict=True):
             phi.add_incoming(value.ir, builder.block)
-        index.add_incoming(builder.add(index, ir.Constant(INT64, step)), builder.block)
+        index.add_incoming(builder.add(index, self.like(step, INT64).ir), builder.block)
         builder.branch(head)
         builder.position_at_end(after)
         loop.carried = [Value(self, phi) for phi in phis]
