@@ -41,6 +41,10 @@ def replay(
     first_token: Annotated[float, typer.Option(help="Seconds until a response begins.")] = 1.0,
     nodes: Annotated[int, typer.Option(help="How many nodes of the prompt tree to show, the busiest first.")] = 30,
     png: Annotated[Path | None, typer.Option(help="Write a figure of hit rate against capacity here.")] = None,
+    real: Annotated[
+        bool,
+        typer.Option("--real", help="Also replay over real KV: a tiny model's, in a prefix cache of each capacity."),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Replay a trace of prompts through prefix-cache policies: what would be recomputed."""
@@ -48,13 +52,15 @@ def replay(
     from kvcompress.prefix.trace import read_trace
 
     try:
-        read = read_trace(trace, block=block, cut=cut, on_error=on_error)
+        read = read_trace(trace, block=block, cut=cut, on_error=on_error, keep_tokens=real)
         _warn_skipped(read)
         report = _report(read, cap, reserve, nodes)
         if prices is not None:
             _add_cost(report, prices, model, breakpoints or [], gap, first_token)
         if png is not None:
             replay_report.plot_capacity(report, png)
+        if real:
+            _add_real(report)
     except (ValueError, OSError) as error:
         _fail(error)
     if as_json:
@@ -119,6 +125,19 @@ def _add_cost(
     marks = [parse_mark(text, prices) for text in breakpoints]
     report.prices = prices
     report.day = day_cost(report.trace, prices, marks=marks, model=model, gap=gap, first_token=first_token)
+
+
+def _add_real(report: "ReplayReport") -> None:
+    from rich.progress import Progress
+
+    from kvcompress.prefix.real_replay import real_replay
+
+    caps = [outcome.cap for outcome in report.outcomes if outcome.policy == "leaf-LRU"]
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("prompts over real KV", total=None)
+        report.real = real_replay(
+            report.trace, [*caps, None], lambda done, total: bar.update(task, completed=done, total=total)
+        )
 
 
 def _warn_skipped(trace: Trace) -> None:

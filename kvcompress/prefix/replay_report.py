@@ -1,8 +1,10 @@
 """A replayed trace as tables, as JSON, and as a figure of hit rate against capacity."""
 
+from __future__ import annotations
+
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.console import RenderableType
@@ -16,6 +18,9 @@ from kvcompress.prefix.prices import Prices
 from kvcompress.prefix.requests import Trace
 from kvcompress.prefix.tree import Node, render_tree
 
+if TYPE_CHECKING:
+    from kvcompress.prefix.real_replay import RealReplay
+
 
 @dataclass
 class ReplayReport:
@@ -27,6 +32,7 @@ class ReplayReport:
     tree: Node
     day: DayCost | None = None
     prices: Prices | None = None
+    real: RealReplay | None = None
 
 
 def render(report: ReplayReport) -> list[RenderableType]:
@@ -45,6 +51,8 @@ def render(report: ReplayReport) -> list[RenderableType]:
     parts += [Text(), render_tree(report.tree, "prompts")]
     if report.day is not None and report.prices is not None:
         parts += [Text(), _day_table(report.day, report.prices)]
+    if report.real is not None:
+        parts += [Text(), _real_table(report.real), Text(REAL_NOTE)]
     return parts
 
 
@@ -87,6 +95,8 @@ def as_json(report: ReplayReport) -> dict[str, Any]:
             "prices": report.prices.about,
             "as_of": report.prices.as_of,
         }
+    if report.real is not None:
+        result["real"] = asdict(report.real)
     return result
 
 
@@ -142,3 +152,25 @@ def _day_table(day: DayCost, prices: Prices) -> Table:
     table.add_row("total", f"{day.tokens:,}", f"{day.share:.3f}", f"{day.cost:,.0f}")
     table.add_row("without a cache", f"{day.tokens:,}", "1", f"{day.cost_uncached:,.0f}")
     return table
+
+
+def _real_table(real: RealReplay) -> Table:
+    table = Table("capacity", title=f"over the KV of {real.model}, in blocks of {real.block} tokens")
+    for heading in ("recomputed", "simulated", "bytes held", "logits differ by"):
+        table.add_column(heading, justify="right")
+    for outcome in real.outcomes:
+        table.add_row(
+            "unlimited" if outcome.cap is None else f"{outcome.cap:,}",
+            f"{outcome.recomputed:,}",
+            f"{outcome.simulated:,}",
+            f"{outcome.bytes_held:,}",
+            f"{outcome.difference:g}",
+        )
+    return table
+
+
+REAL_NOTE = (
+    "leaf-LRU; logits are compared with those of computing the whole prompt in the same chunks. A real cache stores "
+    "full blocks of tokens, whatever segments they belong to, makes room before it stores one, and computes at least "
+    "the last token: where the table above cuts each segment into blocks by itself, its counts are others"
+)

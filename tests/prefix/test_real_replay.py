@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+import typer
 import yaml
+from typer.testing import CliRunner
 
+from kvcompress.prefix.commands import replay as replay_command
 from kvcompress.prefix.policies import LeastRecentlyUsed, Unlimited, replay
 from kvcompress.prefix.real_replay import real_replay
 from kvcompress.prefix.requests import Trace
@@ -52,3 +56,17 @@ def test_a_trace_of_token_ids_is_replayed_with_its_own(tmp_path: Path) -> None:
     assert unlimited.recomputed == 43 + (60 - 32) + (31 - 16) + (61 - 48) == unlimited.simulated
     assert (nothing.recomputed, nothing.bytes_held) == (43 + 60 + 31 + 61, 0)
     assert unlimited.difference == nothing.difference == 0
+
+
+def test_the_command_prints_both_counts(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"tokens": [1, 2, 3, 4, 5, 6, 7, 8, 9]}\n' * 3)
+    app = typer.Typer()
+    app.command()(replay_command)
+    options = [str(path), "--block", "4", "--cap", "1", "--real"]
+    (capped, unlimited) = json.loads(CliRunner().invoke(app, [*options, "--json"]).stdout)["real"]["outcomes"]
+    assert (capped["recomputed"], unlimited["recomputed"]) == (9 + 5 + 5, 9 + 1 + 1)
+    assert (capped["bytes_held"], unlimited["bytes_held"]) == (4 * BYTES_PER_TOKEN, 8 * BYTES_PER_TOKEN)
+    printed = CliRunner().invoke(app, options).stdout
+    for row in (["1", "19", "19", "1,024", "0"], ["unlimited", "11", "11", "2,048", "0"]):
+        assert any([cell.strip() for cell in line.strip("│").split("│")] == row for line in printed.splitlines()), row
