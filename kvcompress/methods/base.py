@@ -36,6 +36,7 @@ class Method:
 
     name: ClassVar[str]
     acts: ClassVar[Acts] = "never"
+    always_shown: ClassVar[tuple[str, ...]] = ()  # options that the text form names even at their default
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -80,7 +81,7 @@ class Method:
         shown = []
         for option in fields(self):
             value = getattr(self, option.name)
-            if option.default is MISSING or value != option.default:
+            if option.default is MISSING or value != option.default or option.name in self.always_shown:
                 shown.append(f"{option.name}={value!r}")
         return f"{self.name}({', '.join(shown)})" if shown else self.name
 

@@ -25,6 +25,7 @@ class KIVI(Method):
 
     name: ClassVar[str] = "kivi"
     acts: ClassVar[Acts] = "every_call"
+    always_shown: ClassVar[tuple[str, ...]] = ("bits",)
 
     def __post_init__(self) -> None:
         if not isinstance(self.bits, int) or self.bits not in (2, 4):
