@@ -40,6 +40,17 @@ class Scores:
 
 
 @dataclass
+class Details:
+    """What a record has no room for: KL(exact || method) in nats of each scored token [T], and what was kept.
+
+    `kept` holds, layer by layer, the positions [H, S] kept after prefill and compression, -1 in empty slots.
+    """
+
+    kl: Tensor
+    kept: list[Tensor]
+
+
+@dataclass
 class Prefilled:
     """A compressed prefix, what it took, and what it stores (spare apart)."""
 
@@ -61,6 +72,7 @@ class Prefilled:
             if layer.shape is not None
         )
         self.itemsize = max(layer.shape.itemsize for layer, _ in kept if layer.shape is not None)
+        self.kept = [positions[0] for _, positions in kept]
 
 
 def _stored(cache: CompressedCache) -> int:
@@ -137,8 +149,9 @@ def evaluate_sample(
     sample: int = 0,
     on_error: str = "raise",
     prefix_cache: PrefixCache | None = None,
+    on_details: Callable[[Record, Details], None] | None = None,
 ) -> Iterator[Record]:
-    """`evaluate` for one text [N], a record at a time as each is measured."""
+    """`evaluate` for one text [N], a record at a time as each is measured; `on_details` is told of each before it."""
     _check_sizes(ids[None], prefix, scored)
     if on_error not in ("raise", "record"):
         raise ValueError(f'on_error must be "raise" or "record", got {on_error!r}')
@@ -168,7 +181,11 @@ def evaluate_sample(
     def measured(method: Method, run: Callable[[], tuple[Prefilled, Scores]], exact: Scores) -> Record:
         record = new_record(method)
         try:
-            _fill(record, *run(), exact, targets)
+            prefilled, scores = run()
+            kl = _kl(exact.log_probabilities, scores.log_probabilities)
+            _fill(record, prefilled, scores, exact, targets, kl)
+            if on_details is not None:
+                on_details(record, Details(kl, prefilled.kept))
         except Exception as error:
             if on_error == "raise":
                 raise
@@ -272,12 +289,12 @@ def _score(wrapped: Wrapped, cache: CompressedCache, asked: Tensor | None, feed:
     return Scores(logits[0].float().log_softmax(-1), statistics.median(times) * 1000, _stored(cache))
 
 
-def _fill(record: Record, prefilled: Prefilled, scores: Scores, exact: Scores, targets: Tensor) -> None:
+def _fill(record: Record, prefilled: Prefilled, scores: Scores, exact: Scores, targets: Tensor, kl: Tensor) -> None:
     """Puts the measured numbers into `record`."""
     mine, theirs = scores.log_probabilities, exact.log_probabilities
     record.nll, record.nll_exact = _nll(mine, targets), _nll(theirs, targets)
     record.ppl, record.ppl_exact = math.exp(record.nll), math.exp(record.nll_exact)
-    record.kl = float((theirs.exp() * (theirs - mine)).sum(-1).mean().clamp(min=0))
+    record.kl = float(kl.mean().clamp(min=0))
     record.top1_agreement = float((mine.argmax(-1) == theirs.argmax(-1)).float().mean())
     record.kv_bytes, record.kv_bytes_end = prefilled.kv_bytes, scores.kv_bytes_end
     record.kv_bytes_exact = prefilled.kv_bytes_exact
@@ -294,3 +311,8 @@ def _fill(record: Record, prefilled: Prefilled, scores: Scores, exact: Scores, t
 def _nll(log_probabilities: Tensor, targets: Tensor) -> float:
     """Mean negative log-likelihood of `targets` [T] in nats."""
     return float(-log_probabilities.gather(-1, targets[:, None]).mean())
+
+
+def _kl(exact: Tensor, other: Tensor) -> Tensor:
+    """KL(exact || other) in nats of each token [T], from log-probabilities [T, V]."""
+    return (exact.exp() * (exact - other)).sum(-1)

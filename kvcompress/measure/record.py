@@ -6,9 +6,12 @@ import hashlib
 import json
 import math
 import platform
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
+from functools import cache
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Self
+
+from pydantic import TypeAdapter, ValidationError
 
 
 def versions() -> dict[str, str]:
@@ -23,13 +26,33 @@ def digest(value: Any) -> str:
 
 
 @dataclass
-class Record:
+class JsonLine:
+    """What is written as one line of a file."""
+
+    def to_json(self) -> str:
+        """One line without NaN or Infinity: such a number becomes null."""
+        return json.dumps(_finite(asdict(self)), allow_nan=False)
+
+    @classmethod
+    def from_json(cls, line: str) -> Self:
+        """The record in `line`; unknown keys are passed over. Raises ValueError for what is not one."""
+        try:
+            return _reader(cls).validate_json(line, strict=True)
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(str(part) for part in first["loc"])
+            raise ValueError(f"not a whole record: {f'{place}: ' if place else ''}{first['msg']}") from None
+
+
+@dataclass
+class Record(JsonLine):
     """One (sample, method) pair. Bytes are of the stored KV without spare, times in seconds or milliseconds.
 
     `kl` is the mean over scored tokens of KL(exact || method) in nats; `kv_bytes` is read after prefill and
     compression, `kv_bytes_end` after scoring; `memory_ratio` is `kv_bytes_exact / kv_bytes`, `memory_ratio_16bit`
     takes the exact cache at 16 bits a value. `peak_bytes` is null where a prefill was shared; `peak_of` says what it
     measures. `query_aware` is false where a question followed the compressed part, null where there was none.
+    `tokens_reused` of the prefix came from a prefix cache; `prefill_s` is the time of the rest.
     """
 
     method: str
@@ -59,6 +82,7 @@ class Record:
     peak_of: str | None = None
     prefill_s: float | None = None
     prefill_shared: bool | None = None
+    tokens_reused: int | None = None
     compress_s: float | None = None
     decode_ms_per_token: float | None = None
     decode_ms_per_token_exact: float | None = None
@@ -67,21 +91,15 @@ class Record:
     status: str = "ok"
     error: str | None = None
 
-    def to_json(self) -> str:
-        """One line without NaN or Infinity: such a number becomes null."""
-        return json.dumps(_finite(asdict(self)), allow_nan=False)
+    @property
+    def key(self) -> tuple[str, int]:
+        """What a later record of the same measurement has in common with it."""
+        return self.config_hash, self.sample
 
-    @classmethod
-    def from_json(cls, line: str) -> Record:
-        """The record in `line`. Raises ValueError for what is not one."""
-        values = json.loads(line)
-        if not isinstance(values, dict):
-            raise ValueError(f"a record is a JSON object, got {type(values).__name__}")
-        known = {each.name for each in fields(cls)}
-        try:
-            return cls(**{name: value for name, value in values.items() if name in known})
-        except TypeError as error:
-            raise ValueError(f"not a whole record: {error}") from None
+
+@cache
+def _reader(kind: type[Any]) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
 
 
 def _finite(value: Any) -> Any:

@@ -8,8 +8,18 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
+from kvcompress.budget import parse_bytes
+from kvcompress.measure.streaming import bucket_ends
 from kvcompress.methods.base import Method
 from kvcompress.text_form import MethodError, nearest, parse
 
@@ -18,11 +28,13 @@ class ConfigError(ValueError):
     """A config file cannot be read or says something wrong."""
 
 
-class RunConfig(BaseModel):
-    """One experiment: every method on the same samples of a text.
+AtLeastOne = Annotated[int, Field(ge=1)]
 
-    `data` is `python-docs` or a text file. Sample i is tokens `start + i * stride` and on; `stride` is by default
-    what one sample needs. A list in a method's option is a grid: `snapkv(budget=[0.1, 0.25])` is two methods.
+
+class Experiment(BaseModel):
+    """What every protocol has. A list in a method's option is a grid: `snapkv(budget=[0.1, 0.25])` is two methods.
+
+    `data` is `python-docs` or a text file; tokens before `start` are passed over.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -33,13 +45,7 @@ class RunConfig(BaseModel):
     device: str = "auto"
     data: str = "python-docs"
     start: Annotated[int, Field(ge=0)] = 0
-    prefix: Annotated[int, Field(ge=1)] = 1024
-    scored: Annotated[int, Field(ge=1)] = 128
-    samples: Annotated[int, Field(ge=1)] = 1
-    stride: Annotated[int, Field(ge=1)] | None = None
-    question: str | None = None
-    chunk: Annotated[int, Field(ge=1)] | None = None
-    share_prefill: bool = True
+    stride: AtLeastOne | None = None
     seed: int = 0
     trust_remote_code: bool = False
 
@@ -53,6 +59,71 @@ class RunConfig(BaseModel):
     def grid(self) -> list[Method]:
         """All methods, each once, in the order in which they were written."""
         return list(dict.fromkeys(method for entry in self.methods for method in expand(entry)))
+
+
+class RunConfig(Experiment):
+    """A prefix is prefilled and compressed, what follows is scored: every method on the same samples of a text.
+
+    Sample i is tokens `start + i * stride` and on; `stride` is by default what one sample needs.
+    """
+
+    protocol: Literal["prefix"] = "prefix"
+    prefix: AtLeastOne = 1024
+    scored: AtLeastOne = 128
+    samples: AtLeastOne = 1
+    question: str | None = None
+    chunk: AtLeastOne | None = None
+    share_prefill: bool = True
+
+
+class Recompute(BaseModel):
+    """Sliding-window recomputation beside the methods: the last `window` tokens are encoded anew, `every` tokens."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    window: AtLeastOne
+    every: AtLeastOne = 64
+
+    def __str__(self) -> str:
+        return f"recompute(window={self.window}, every={self.every})"
+
+
+class StreamingConfig(Experiment):
+    """`tokens` tokens are fed as decoding behind a prompt of `prefix` tokens; a record tells of each `bucket` of them.
+
+    `segments` parts of the text, by default one after the other, are the rows of one batch. `bucket` is a number of
+    tokens, or "doubling" for 64, 128, 256, … With `tokens_per_call` above 1, a method that acts on every call evicts
+    once a call. A method whose stored KV exceeds `memory_limit` (such as "512MiB") is fed no further.
+    """
+
+    protocol: Literal["streaming"]
+    tokens: Annotated[int, Field(ge=2)]
+    prefix: AtLeastOne = 1
+    segments: AtLeastOne = 1
+    bucket: AtLeastOne | Literal["doubling"] = 1024
+    tokens_per_call: AtLeastOne = 1
+    memory_limit: str | None = None
+    recompute: Recompute | None = None
+
+    @field_validator("memory_limit")
+    @classmethod
+    def _a_size(cls, value: str | None) -> str | None:
+        if value is not None:
+            parse_bytes(value)
+        return value
+
+    @model_validator(mode="after")
+    def _something_to_feed(self) -> StreamingConfig:
+        if self.prefix >= self.tokens:
+            raise ValueError(f"prefix {self.prefix} leaves nothing of {self.tokens} tokens; lower it or raise tokens")
+        return self
+
+    def ends(self) -> list[int]:
+        """How many tokens are fed when each bucket ends."""
+        return bucket_ends(self.tokens, self.bucket, self.prefix)
+
+
+AnyConfig = Annotated[RunConfig | StreamingConfig, Field(discriminator="protocol")]
 
 
 def expand(entry: str | dict[str, dict[str, Any] | None]) -> list[Method]:
@@ -78,8 +149,11 @@ def expand(entry: str | dict[str, dict[str, Any] | None]) -> list[Method]:
     return methods
 
 
-def read_config(path: Path) -> RunConfig:
-    """The config in a YAML file. Raises ConfigError naming the file, the key and the nearest valid one."""
+def read_config(path: Path) -> RunConfig | StreamingConfig:
+    """The config in a YAML file, of protocol "prefix" unless it names another.
+
+    Raises ConfigError naming the file, the key and the nearest valid one.
+    """
     try:
         content = yaml.safe_load(path.read_text())
     except OSError as error:
@@ -89,20 +163,27 @@ def read_config(path: Path) -> RunConfig:
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: expected keys such as model and methods, got {type(content).__name__}")
     try:
-        return RunConfig(**content)
+        return TypeAdapter(AnyConfig).validate_python({"protocol": "prefix"} | content)
     except ValidationError as error:
         raise ConfigError("\n".join(f"{path}: {_explain(each)}" for each in error.errors())) from None
-    except TypeError:
-        raise ConfigError(
-            f"{path}: every key must be a text, got {[key for key in content if not isinstance(key, str)]}"
-        ) from None
+
+
+PROTOCOLS: dict[str, type[Experiment]] = {"prefix": RunConfig, "streaming": StreamingConfig}
 
 
 def _explain(error: Any) -> str:
-    key = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "union_tag_invalid":
+        return f"unknown protocol {error['ctx']['tag']!r}{nearest(str(error['ctx']['tag']), list(PROTOCOLS))}"
+    protocol, *place = error["loc"]
+    key = ".".join(str(part) for part in place)
+    if error["type"] == "invalid_key":
+        return f"every key must be a text, got {key}"
     if error["type"] == "extra_forbidden":
-        return f"unknown key {key!r}{nearest(key, list(RunConfig.model_fields))}"
+        known = Recompute if len(place) > 1 else PROTOCOLS[protocol]
+        return f"unknown key {key!r}{nearest(str(place[-1]), list(known.model_fields))}"
     if error["type"] == "missing":
         return f"the key {key!r} is missing"
     message = error["msg"].removeprefix("Value error, ")
-    return f"{key}: {message}" + ("" if error["type"] == "value_error" else f", got {error['input']!r}")
+    return (
+        (f"{key}: " if key else "") + message + ("" if error["type"] == "value_error" else f", got {error['input']!r}")
+    )

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Generic, Protocol, Self, TypeVar
 
 from filelock import FileLock, Timeout
 
@@ -19,16 +20,29 @@ class RecordsError(OSError):
 Key = tuple[str, int]
 
 
-class RecordFile:
-    """`records.jsonl` of a results folder. A later record of the same (config hash, sample) replaces an earlier one."""
+class Line(Protocol):
+    """A record that is one line; a later one of the same key replaces an earlier one."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.path = folder, folder / "records.jsonl"
-        self.records: dict[Key, Record] = {}
-        self.dropped = 0
+    @property
+    def key(self) -> Key: ...
+    def to_json(self) -> str: ...
+    @classmethod
+    def from_json(cls, line: str) -> Self: ...
+
+
+R = TypeVar("R", bound=Line)
+
+
+class LineFile(Generic[R]):
+    """The records of one kind in a results folder, one a line."""
+
+    def __init__(self, folder: Path, name: str, kind: type[R]) -> None:
+        self.folder, self.path, self.kind = folder, folder / name, kind
+        self.records: dict[Key, R] = {}
+        self.dropped: list[int] = []
 
     @contextmanager
-    def opened(self) -> Iterator[RecordFile]:
+    def opened(self) -> Iterator[LineFile[R]]:
         """Holds the folder for one writer. Raises RecordsError if it cannot be written or another run is in it."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -47,24 +61,23 @@ class RecordFile:
         finally:
             lock.release()
 
-    def read(self) -> dict[Key, Record]:
-        """All whole records. A last line without its end is what a killed run left; it is passed over."""
-        self.records, self.dropped = {}, 0
+    def read(self) -> dict[Key, R]:
+        """All whole records; the numbers of the other lines are in `dropped`. A killed run leaves half a line."""
+        self.records, self.dropped = {}, []
         if not self.path.exists():
             return self.records
         for number, line in enumerate(self.path.read_bytes().split(b"\n"), start=1):
             if not line.strip():
                 continue
             try:
-                record = Record.from_json(line.decode())
+                record = self.kind.from_json(line.decode())
             except ValueError:
-                self.dropped += 1
-                self.first_dropped = number
+                self.dropped.append(number)
                 continue
-            self.records[record.config_hash, record.sample] = record
+            self.records[record.key] = record
         return self.records
 
-    def append(self, record: Record) -> None:
+    def append(self, record: R) -> None:
         """Writes one record through to the disk before it returns. Raises RecordsError if the disk refuses it."""
         line = record.to_json().encode() + b"\n"
         try:
@@ -82,7 +95,7 @@ class RecordFile:
                 f"{self.path}: cannot be written ({error.strerror}); {len(self.records)} finished records are safe "
                 "there. Make room and run the same command again: it goes on where it stopped"
             ) from None
-        self.records[record.config_hash, record.sample] = record
+        self.records[record.key] = record
 
     def _mend(self) -> None:
         """Ends a half-written last line, so that the next record starts on a line of its own."""
@@ -95,6 +108,13 @@ class RecordFile:
                 self.path.touch()
         except OSError as error:
             raise RecordsError(f"{self.path}: cannot be written ({error.strerror}); choose another --out") from None
+
+
+class RecordFile(LineFile[Record]):
+    """`records.jsonl` of a results folder."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, "records.jsonl", Record)
 
 
 def write_whole(path: Path, content: str | bytes) -> None:

@@ -1,0 +1,119 @@
+"""What a streaming run measured, in one table and one figure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+
+from rich.table import Table
+
+from kvcompress.measure.streaming import StreamRecord
+from kvcompress.runs.figures import drawing, plot_lines, to_png
+
+COLUMNS = ("method", "tokens fed", "ppl Q1", "Q2", "Q3", "Q4", "KV MB", "grew", "ms per call")
+"""Q1 to Q4 are the quarters of the text; `grew` is the stored KV at the end over that half way."""
+
+
+@dataclass
+class Row:
+    """One method along the text; perplexities are None for quarters that it did not reach."""
+
+    method: str
+    tokens: int
+    quarters: list[float | None]
+    kv_megabytes: float
+    growth: float
+    ms_per_call: float
+
+    def cells(self) -> list[str]:
+        """The row as text, in the order of COLUMNS."""
+        perplexities = ["–" if value is None else f"{value:.4g}" for value in self.quarters]
+        numbers = [f"{self.kv_megabytes:.2f}", f"x{self.growth:.2f}", f"{self.ms_per_call:.0f}"]
+        return [self.method, str(self.tokens), *perplexities, *numbers]
+
+
+def by_method(records: Sequence[StreamRecord]) -> dict[str, list[StreamRecord]]:
+    """The measured buckets of each method, in the order of the text."""
+    found: dict[str, list[StreamRecord]] = {}
+    for record in records:
+        if record.status == "ok" and record.nll is not None:
+            found.setdefault(record.method, []).append(record)
+    return {method: sorted(lines, key=lambda line: line.end) for method, lines in found.items()}
+
+
+def summarise(records: Sequence[StreamRecord]) -> list[Row]:
+    """One row a method. A perplexity is exp of the mean NLL over the scored tokens of its buckets."""
+    groups = by_method(records)
+    longest = max((lines[-1].end for lines in groups.values()), default=0)
+    rows = []
+    for method, lines in groups.items():
+        limits = [longest * quarter / 4 for quarter in range(5)]
+        quarters = [perplexity([line for line in lines if low < line.end <= high]) for low, high in pairwise(limits)]
+        half = next(line for line in lines if line.end >= lines[-1].end / 2)
+        last = lines[-1].kv_bytes or 0
+        rows.append(
+            Row(
+                method,
+                lines[-1].end,
+                quarters,
+                last / 1e6,
+                last / (half.kv_bytes or 1),
+                median(line.ms_per_call or 0.0 for line in lines),
+            )
+        )
+    return rows
+
+
+def perplexity(lines: Sequence[StreamRecord]) -> float | None:
+    """exp of the mean NLL over all scored tokens; None without any."""
+    tokens = sum(line.tokens_scored or 0 for line in lines)
+    if not tokens:
+        return None
+    return math.exp(min(700.0, sum((line.nll or 0.0) * (line.tokens_scored or 0) for line in lines) / tokens))
+
+
+def rich_table(rows: Sequence[Row], title: str) -> Table:
+    """The table for a terminal."""
+    table = Table(title=title)
+    for column in COLUMNS:
+        name = column == "method"
+        table.add_column(column, justify="left" if name else "right", overflow="fold" if name else "ellipsis")
+    for row in rows:
+        table.add_row(*row.cells())
+    return table
+
+
+def markdown(rows: Sequence[Row], title: str) -> str:
+    """The table as Markdown."""
+    lines = [f"## {title}", "", f"| {' | '.join(COLUMNS)} |", f"|---|{'---:|' * (len(COLUMNS) - 1)}"]
+    for row in rows:
+        method, *rest = row.cells()
+        escaped = method.replace("|", "\\|")  # a bar would end the cell
+        lines.append(f"| {' | '.join([f'`{escaped}`', *rest])} |")
+    return "\n".join(lines) + "\n"
+
+
+def figure(records: Sequence[StreamRecord], title: str) -> bytes:
+    """Perplexity, stored bytes and time against tokens fed, one below the other, as PNG."""
+    groups = by_method(records)
+    picture, axes = drawing(rows=3, height=9.0)
+    for panel, (label, name, scale) in zip(
+        axes,
+        (
+            ("perplexity of a bucket", "ppl", 1.0),
+            ("stored KV (MB)", "kv_bytes", 1e-6),
+            ("ms per call", "ms_per_call", 1),
+        ),
+        strict=True,
+    ):
+        lines = {
+            method: ([each.end for each in group], [(getattr(each, name) or math.nan) * scale for each in group])
+            for method, group in groups.items()
+        }
+        plot_lines(panel, lines, "tokens fed", label, log_y=True)
+    axes[0].set_title(title)
+    axes[-1].legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=1, fontsize="small")
+    return to_png(picture)
