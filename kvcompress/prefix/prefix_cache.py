@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -19,14 +16,13 @@ from kvcompress.decoder import layer_windows
 from kvcompress.errors import CacheError
 from kvcompress.methods.exact import Exact
 from kvcompress.models import weights_fingerprint
-from kvcompress.prefix.block_kv import BlockKV, ColumnSums, LayerKV, Layout, Source, joined
+from kvcompress.prefix.block_kv import BlockKV, ColumnSums, Layout, Source
 from kvcompress.prefix.blocks import block_keys, check_block, extra_bytes
+from kvcompress.prefix.match import Match
 from kvcompress.prefix.radix import Pinned, RadixTree
 from kvcompress.prefix.reuse import Reuse
+from kvcompress.prefix.rotary_settings import rotary_settings
 from kvcompress.stores.dense import DenseStore
-
-LENGTH_DEPENDENT = ("dynamic", "longrope", "su")
-"""Rope types whose frequencies, and so every token's KV, depend on the length of the whole prompt."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +76,7 @@ class PrefixCache:
         self.block, self.checkpoint = block, checkpoint
         self.identity = weights_fingerprint(model)
         self._model, self._salt = model, _checked_salt(salt)
-        self._names = {"weights": self.identity, "dtype": str(model.dtype), "rotary": _rotary_settings(model)}
+        self._names = {"weights": self.identity, "dtype": str(model.dtype), "rotary": rotary_settings(model)}
         size, blocks = _capacity(capacity, block)
         self._shared = _Shared(RadixTree(size), blocks)
 
@@ -215,39 +211,6 @@ class PrefixCache:
             )
 
 
-class Match:
-    """A stored prefix in use: `tokens` of it, in `blocks`, with the column sums at its end where they are stored."""
-
-    def __init__(self, owner: PrefixCache, pinned: Pinned[BlockKV]) -> None:
-        self._owner, self._pinned = owner, pinned
-        self.blocks = [entry.payload for entry in pinned.entries]
-        attached = pinned.entries[-1].attached if pinned.entries else None
-        self.sums = attached if isinstance(attached, ColumnSums) else None
-
-    @property
-    def tokens(self) -> int:
-        return len(self.blocks) * self._owner.block
-
-    def kv(self, layer: int) -> LayerKV:
-        """Keys and values [H, tokens, D] of one layer, copied. Raises ValueError if nothing matched."""
-        if not self.blocks:
-            raise ValueError("nothing matched, so there is no KV; look at `tokens` first")
-        return joined(self.blocks, layer)
-
-    def release(self) -> None:
-        """Lets go of the blocks; a second time does nothing."""
-        self.blocks, self.sums = [], None
-        self._owner.release(self._pinned)
-
-    def __enter__(self) -> Match:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.release()
-
-
 def _capacity(capacity: str | int, block: int) -> tuple[int, int | None]:
     """Bytes and None, or 0 and whole blocks."""
     if isinstance(capacity, str):
@@ -269,20 +232,3 @@ def _one_prompt(ids: Sequence[int] | Tensor) -> list[int]:
             raise ValueError(f"ids of shape {tuple(ids.shape)}: expected one prompt [N]; pass a row of the batch")
         return ids.tolist()
     return list(ids)
-
-
-def _rotary_settings(model: PreTrainedModel) -> str:
-    """A digest of what turns the keys: the configuration's rope parameters and the frequencies in the modules."""
-    parameters = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
-    for scaling in (parameters, *(inner for inner in parameters.values() if isinstance(inner, dict))):
-        kind = str(scaling.get("rope_type", scaling.get("type", "")))
-        if kind in LENGTH_DEPENDENT or "dynamic" in kind:
-            raise CacheError(
-                f"the keys of {type(model).__name__} depend on the length of the whole prompt (rope type {kind!r}), so "
-                "a stored prefix is not what another prompt would compute; run it without a prefix cache"
-            )
-    digest = hashlib.sha256(json.dumps(parameters, sort_keys=True, default=str).encode())
-    for name, buffer in model.named_buffers():
-        if name.endswith("inv_freq"):
-            digest.update(name.encode() + buffer.detach().float().cpu().numpy().tobytes())
-    return digest.hexdigest()

@@ -22,9 +22,9 @@ BYTES_PER_TOKEN = 2 * 1 * 2 * 16 * 4  # keys and values of 2 layers, 1 KV head, 
 
 @pytest.fixture(scope="module")
 def short_day(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The coding day with every segment a sixteenth as long, in blocks of 32 tokens."""
+    """The coding day with every segment a sixteenth as long, in blocks of 64 tokens."""
     day = yaml.safe_load(CODING_DAY.read_text())
-    day["block"] = 32
+    day["block"] = 64
     day["segments"] = {label: tokens // 16 for label, tokens in day["segments"].items()}
     path = tmp_path_factory.mktemp("traces") / "short_day.yaml"
     path.write_text(yaml.safe_dump(day))
@@ -33,7 +33,7 @@ def short_day(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_counts_are_the_simulations_and_the_logits_those_of_computing_all(short_day: Path) -> None:
     trace, contiguous = read_trace(short_day), read_trace(short_day, cut="contiguous")
-    caps = [15, 25, None]
+    caps = [8, 14, None]
     report = real_replay(trace, caps)
     for outcome, cap in zip(report.outcomes, caps, strict=True):
         policy = Unlimited() if cap is None else LeastRecentlyUsed(cap, leaf_first=True)
