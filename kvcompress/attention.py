@@ -65,8 +65,26 @@ def attend(
     store, options = layer.store, {"scaling": scaling, "softcap": softcap, "sinks": sinks}
     if layer.wants_scores and query.shape[3] == 1:
         return reference.attend(query, store, seen.mask, **options, sum_columns=True)
-    sums = reference.column_sums(query, store, seen.mask, **options) if layer.wants_scores else None
+    sums = _column_sums(query, store, seen, **options) if layer.wants_scores else None
     return over(query, store, seen, **options), sums
+
+
+def _column_sums(
+    query: Tensor,
+    store: DenseStore | PackedStore,
+    seen: Visibility,
+    scaling: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Column sums of a prompt in a pass of their own: the output then is the one that plain attention gives."""
+    plain = store.plain()
+    if plain is not None and seen.causal:
+        past = store.length - query.shape[3]
+        fast = kernels.column_sums(query, plain[0], past, scaling=scaling, softcap=softcap, sinks=sinks)
+        if fast is not None:
+            return fast
+    return reference.column_sums(query, store, seen.mask, scaling=scaling, softcap=softcap, sinks=sinks)
 
 
 def over(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvcompress import kernels
 from kvcompress.budget import Budget, resolve
 from kvcompress.kernels import reference
 from kvcompress.methods.base import Ends
@@ -90,27 +91,25 @@ class LayerView:
             raise ValueError("no queries were kept; a method that looks from the last queries sets query_window")
         recent = self.recent
         queries = recent.queries[..., -window:, :]
-        columns = queries.shape[3]
-        device = queries.device
+        options = {"scaling": recent.scaling, "softcap": recent.softcap, "sinks": recent.sinks}
+        plain = self.store.plain()
+        if plain is not None and not self.store.has_holes:
+            real = [min(count, queries.shape[3]) for count in recent.real]
+            fast = kernels.window_votes(queries, plain[0], self.lengths, real, **options)
+            if fast is not None:
+                return fast
+        mask = self._window_mask(queries.shape[3], recent.real)
+        return reference.column_sums(queries, self.store, lambda start, stop: mask[:, :, start:stop], **options)
+
+    def _window_mask(self, columns: int, real: list[int]) -> Tensor:
+        """What the last `columns` queries see, of which the last `real[b]` are tokens of row b: [B, H or 1, T, S]."""
+        device = self.device
         ends = torch.tensor(self.lengths, device=device)[:, None, None]
-        real = torch.tensor(recent.real, device=device)[:, None, None]
+        tokens = torch.tensor(real, device=device)[:, None, None]
         back = torch.arange(columns - 1, -1, -1, device=device)[:, None]
-        allowed = (torch.arange(self.store.length, device=device) < ends - back) & (back < real)
-        mask = allowed[:, None]
+        seen = ((torch.arange(self.store.length, device=device) < ends - back) & (back < tokens))[:, None]
         alive = self.store.alive(device)
-        if alive is not None:
-            mask = mask & alive[:, :, None]
-        _, sums = reference.attend(
-            queries,
-            self.store,
-            lambda start, stop: mask[:, :, start:stop],
-            scaling=recent.scaling,
-            softcap=recent.softcap,
-            sinks=recent.sinks,
-            sum_columns=True,
-        )
-        assert sums is not None
-        return sums
+        return seen if alive is None else seen & alive[:, :, None]
 
     def over_neighbours(self, votes: Tensor, pool: Callable[[Tensor], Tensor]) -> Tensor:
         """`pool` along the tokens of votes [B, H, S], as if the holes that a packing partner leaves were not there."""

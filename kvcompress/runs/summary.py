@@ -16,9 +16,9 @@ from kvcompress.measure.record import Record
 
 COLUMNS = ("method", "smaller", "KV MB", "kept", "ppl", "KL", "top-1", "decode", "n")
 NOTE = (
-    "smaller: times smaller than the exact cache at 16 bits a value. KV MB: stored after prefill and compression. kept: tokens of "
-    "each KV head. KL: of the exact predictions to the method's, in nats. decode: time of one step over the exact one's. "
-    "n: samples."
+    "smaller: times smaller than the exact cache at 16 bits a value. KV MB: stored after prefill and compression. "
+    "kept: tokens of each KV head. KL: of the exact predictions to the method's, in nats. "
+    "decode: time of one step over the exact one's. n: samples."
 )
 
 
@@ -80,7 +80,8 @@ def _numbers(records: Sequence[Record], name: str) -> list[float]:
 
 def rich_table(rows: Sequence[Row], title: str) -> Table:
     """The table for a terminal."""
-    table = Table(title=title, caption=NOTE, caption_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(title=title, caption=NOTE, caption_justify="left", box=SIMPLE_HEAD)
+    table.pad_edge, table.collapse_padding = False, True
     for column in COLUMNS:
         first = column == "method"
         table.add_column(
@@ -88,7 +89,7 @@ def rich_table(rows: Sequence[Row], title: str) -> Table:
             justify="left" if first else "right",
             no_wrap=not first,
             overflow="fold",
-            min_width=24 if first else None,
+            min_width=20 if first else None,
         )
     for row in rows:
         table.add_row(*row.cells())
