@@ -50,25 +50,28 @@ class Visibility:
     mask: Callable[[int, int], Tensor | None]
 
 
+EVERYTHING = Visibility(True, lambda start, stop: None)
+"""A single column, the newest, of rows that end together: it sees all slots."""
+
+
 def visibility(layer: CacheLayer, lazy: LazyMask | None) -> Visibility:
     """What the columns of the call that the layer's cache is in may see of its slots, new ones included."""
     store, call = layer.store, layer.cache.call
-    device = store.filled[0].buffer.device
     whole = store.uniform and not store.has_holes and all(count == call.columns for count in call.counts)
     plain = lazy is None or lazy.is_causal
-    slots = torch.arange(store.length, device=device)
-    ends = torch.tensor(store.lengths, device=device)[:, None, None]
-    alive = store.alive(device)
+    if whole and plain and call.columns == 1:
+        return EVERYTHING
 
-    def mask(start: int, stop: int) -> Tensor | None:
-        if whole and plain and call.columns == 1:
-            return None
+    def mask(start: int, stop: int) -> Tensor:
+        device = store.filled[0].buffer.device
         columns = torch.arange(start, stop, device=device)
+        ends = torch.tensor(store.lengths, device=device)[:, None, None]
         own_slot = ends - call.columns + columns[:, None]  # [B, T, 1]: the slot of the column's own token
-        seen = (slots <= own_slot)[:, None]
+        seen = (torch.arange(store.length, device=device) <= own_slot)[:, None]
         if not whole:
             counts = torch.tensor(call.counts, device=device)[:, None, None]
             seen = seen & (columns[:, None] >= call.columns - counts)[:, None]
+        alive = store.alive(device)
         if alive is not None:
             seen = seen & alive[:, :, None]
         if not plain:

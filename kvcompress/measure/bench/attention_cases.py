@@ -13,13 +13,10 @@ from kvcompress.measure.bench.case import Line, case
 from kvcompress.measure.bench.paired import Paired, copy_bandwidth, paired
 from kvcompress.stores.dense import DenseStore
 from kvcompress.stores.packed import PackedStore
-from kvcompress.visibility import Visibility
+from kvcompress.visibility import EVERYTHING
 
 LARGE = (16384, 8, 4, 128)  # S, KV heads, G, D
 SMALL = (8192, 3, 3, 64)
-
-
-EVERYTHING = Visibility(True, lambda start, stop: None)
 
 
 def decode_attention(query: Tensor, store: DenseStore | PackedStore, scaling: float) -> Tensor:
