@@ -70,7 +70,7 @@ def test_what_the_readme_and_the_design_write() -> None:
     for text in ("snapkv(budget=0.25) | kivi(bits=2)", " snapkv(budget = 0.25)|kivi ", "snapkv(budget=.25)|kivi()"):
         assert kvc.parse(text) == expected
     assert kvc.parse("""snapkv(budget="64MiB")""") == kvc.parse("snapkv(budget='64MiB')") == SnapKV(budget="64MiB")
-    assert str(SnapKV(budget=0.25) | KIVI()) == "snapkv(budget=0.25) | kivi"
+    assert str(SnapKV(budget=0.25) | KIVI()) == "snapkv(budget=0.25) | kivi(bits=2)"
     assert {name: method.__name__ for name, method in kvc.methods().items()} == {
         "exact": "Exact",
         "h2o": "H2O",
@@ -99,9 +99,9 @@ def test_what_the_readme_and_the_design_write() -> None:
         ("exact\0", ["cannot read the method"]),
         ("(" * 400 + "exact" + ")" * 400, ["cannot read the method"]),
         ("exact | " * 200 + "exact", ["at most 1000 characters, got 1605"]),
-        ("exact | kivi", ["cannot compose exact | kivi", "one evicting method, then kivi"]),
-        ("kivi | snapkv(budget=64)", ["cannot compose kivi | snapkv(budget=64)"]),
-        ("snapkv(budget=64) | kivi | kivi", ["cannot compose snapkv(budget=64) | kivi | kivi"]),
+        ("exact | kivi", ["cannot compose exact | kivi(bits=2)", "one evicting method, then kivi"]),
+        ("kivi | snapkv(budget=64)", ["cannot compose kivi(bits=2) | snapkv(budget=64)"]),
+        ("snapkv(budget=64) | kivi | kivi", ["cannot compose snapkv(budget=64) | kivi(bits=2) | kivi(bits=2)"]),
     ],
 )
 def test_what_cannot_be_read_is_named(text: str, reasons: list[str]) -> None:
