@@ -12,7 +12,7 @@ from types import ModuleType
 
 from torch import Tensor
 
-from kvcompress.kernels.layout import DenseLayer, PackedLayer
+from kvcompress.kernels.layout import DenseLayer, PackedKeys, PackedLayer, PackedValues
 
 
 @cache
@@ -98,3 +98,23 @@ def window_votes(
     """
     fast = _fast(query.device.type, "cpu_scores", None)
     return fast and fast.window_votes(query, keys, lengths, real, scaling=scaling, softcap=softcap, sinks=sinks)
+
+
+def quantise_and_pack(x: Tensor, into: PackedKeys | PackedValues, offset: int) -> bool:
+    """Quantises keys or values `x` [B, H, T, D] and writes them to the packed tokens `offset` to `offset + T`.
+
+    The codes, scales and minima are `reference.quantise`'s, to the bit. Codes before `offset` stay; what a last
+    incomplete word of values has behind them becomes zeros. False: nothing was written.
+    """
+    fast = _fast(x.device.type, "cpu_pack", "cuda")
+    return fast is not None and fast.quantise_and_pack(x, into, offset)
+
+
+def evict_in_place(slots: Tensor, index: Tensor, first: int) -> bool:
+    """Moves slots `index` [B, H or 1, K] of `slots` [B, H, S, ...] to the places 0 to K - 1; no copy is made.
+
+    `index` ascends, and its first `first` slots are known to stay where they are. Where a row's end of `index` does
+    not ascend, what lands there means nothing. False: nothing was moved.
+    """
+    fast = _fast(slots.device.type, "cpu_evict", None)
+    return fast is not None and fast.evict_in_place(slots, index, first)

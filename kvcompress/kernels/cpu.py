@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvcompress.kernels import cpu_decode
-from kvcompress.kernels.cpu_compile import DTYPES, Call, compile_kernel, float_bits, stored
+from kvcompress.kernels.cpu_compile import DTYPES, Call, compile_kernel, float_bits, gapless, stored
 from kvcompress.kernels.cpu_decode import MOST_VALUE_GROUPS, PARAMETERS, ROWS, SCRATCH_BYTES
 from kvcompress.kernels.cpu_rows import DIM_STEP, MOST_DIM, TILE
 from kvcompress.kernels.cpu_threads import Kernel, thread_count
@@ -132,16 +132,6 @@ def takes_values(values: PackedValues | None, dim: int) -> bool:
         return True
     whole = values.group_size % DIM_STEP == 0 and dim // values.group_size <= MOST_VALUE_GROUPS
     return whole and all(gapless(tensor) for tensor in values[:3])
-
-
-def gapless(tensor: Tensor) -> bool:
-    """Whether all that [B, H, S, ...] holds for one row and head lies in one piece."""
-    size = 1
-    for length, stride in zip(tensor.shape[:1:-1], tensor.stride()[:1:-1], strict=True):
-        if length > 1 and stride != size:
-            return False
-        size *= length
-    return True
 
 
 def mask(allowed: Tensor, shape: tuple[int, int, int, int]) -> Tensor:

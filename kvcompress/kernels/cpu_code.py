@@ -88,6 +88,12 @@ class Code:
         place = self.builder.inttoptr(address.ir, value.ir.type.as_pointer())
         self.builder.store(value.ir, place, align=item_size(value.ir.type))
 
+    def copy(self, target: Value, source: Value, size: Value) -> None:
+        """Copies bytes; the two places do not overlap."""
+        places = [self.builder.inttoptr(each.ir, BYTE.as_pointer()) for each in (target, source)]
+        fixed = ir.Constant(ir.IntType(1), 0)
+        self._call("llvm.memcpy.p0.p0.i64", ir.VoidType(), [*places, size.ir, fixed])
+
     def take_number(self, address: Value) -> Value:
         """Adds one to the int64 at the address, atomically, and returns what was there."""
         place = self.builder.inttoptr(address.ir, INT64.as_pointer())

@@ -74,19 +74,22 @@ def store_totals(address: Value, sums: Sequence[Value], per_row: int, stride: in
         address.code.store(address + row * stride, part)
 
 
-def totals(sums: Sequence[Value]) -> Value:
-    """The lane sums of up to `WIDTH` vectors, one a lane. Each step adds the halves of what belongs to one sum."""
+def totals(sums: Sequence[Value], length: int = WIDTH) -> Value:
+    """The sums of each `length` neighbouring lanes, of all vectors one after the other."""
     vectors = [*sums, *[sums[-1]] * ((1 << (len(sums) - 1).bit_length()) - len(sums))]
-    length = WIDTH
     while length > 1:
+        # Each step adds the second halves of what belongs to one sum to the first ones.
         length //= 2
         joined = [vectors[at : at + 2] for at in range(0, len(vectors), 2)]
-        lanes = vectors[0].ir.type.count * len(joined[0])
+        lanes = vectors[0].count * len(joined[0])
         lower, upper = (
             [start + lane for start in range(half * length, lanes, 2 * length) for lane in range(length)]
             for half in range(2)
         )
         vectors = [each[0].lanes(lower, each[-1]) + each[0].lanes(upper, each[-1]) for each in joined]
+    while len(vectors) > 1:
+        every = range(2 * vectors[0].count)
+        vectors = [vectors[at].lanes(every, vectors[at + 1]) for at in range(0, len(vectors), 2)]
     return vectors[0]
 
 

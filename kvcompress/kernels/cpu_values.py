@@ -90,6 +90,15 @@ class Value:
         """Whether both are the same; `==` stays Python's own."""
         return self._compare(other, "==")
 
+    def differs(self, other: Number) -> Value:
+        """Whether the two are not the same."""
+        return self._compare(other, "!=")
+
+    @property
+    def count(self) -> int:
+        """How many lanes it has."""
+        return self.ir.type.count
+
     def where(self, condition: Value, other: Number) -> Value:
         """This where the condition holds, else `other`; lane by lane for vectors."""
         return Value(self.code, self.code.builder.select(condition.ir, self.ir, self.code.like(other, self.ir.type).ir))
@@ -144,18 +153,26 @@ class Value:
 
     def total(self) -> Value:
         """The sum of all lanes, halves added to each other."""
-        value, lanes = self, self.ir.type.count
+        value, lanes = self, self.count
         while lanes > 1:
             lanes //= 2
             value = value.lanes(range(lanes)) + value.lanes(range(lanes, 2 * lanes))
         return value.first()
 
     def largest(self) -> Value:
-        """The largest lane."""
-        value, lanes = self, self.ir.type.count
+        """The largest lane; NaN if any lane is NaN."""
+        return self._reduced("maximum")
+
+    def smallest(self) -> Value:
+        """The smallest lane; NaN if any lane is NaN."""
+        return self._reduced("minimum")
+
+    def _reduced(self, function: str) -> Value:
+        value, lanes = self, self.count
         while lanes > 1:
             lanes //= 2
-            value = value.lanes(range(lanes)).at_least(value.lanes(range(lanes, 2 * lanes)))
+            halves = value.lanes(range(lanes)), value.lanes(range(lanes, 2 * lanes))
+            value = self.code.call(function, *halves)
         return value.first()
 
 
