@@ -129,13 +129,13 @@ def softmax(logits: Tensor, allowed: Tensor | None, softcap: float | None, sinks
     if allowed is not None:
         logits.masked_fill_(~allowed, -torch.inf)
     top = logits.amax(-1, keepdim=True)
-    if sinks is not None:
-        extra = sinks.float()[None, :, :, None, None]
+    extra = None if sinks is None else sinks.float()[None, :, :, None, None]
+    if extra is not None:
         top = torch.maximum(top, extra)
     top.masked_fill_(top == -torch.inf, 0)
     logits.sub_(top).exp_()
     total = logits.sum(-1, keepdim=True)
-    if sinks is not None:
+    if extra is not None:
         total = total + (extra - top).exp()
     return logits.div_(total.masked_fill_(total == 0, 1))
 

@@ -14,7 +14,7 @@ QUERY_BLOCK = 1024  # columns whose mask exists at one time
 
 def causal(query: Tensor, keys: Tensor, values: Tensor, *, scaling: float) -> Tensor:
     """`query` [B, H, G, T, D] over `keys`, `values` [B, H, S, D]: column t sees all but the T - 1 - t newest slots."""
-    batch, heads, groups, columns, dim = query.shape
+    batch, heads, groups, columns, _ = query.shape
     past = keys.shape[2] - columns
     if columns == 1:
         # All query heads of a KV head stand in the query axis: one pass over the keys.

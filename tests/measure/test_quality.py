@@ -53,7 +53,8 @@ def test_the_prediction_right_after_prefill_is_not_scored(ids: torch.Tensor) -> 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_shared_prefill_equals_a_run_of_its_own(method: str, ids: torch.Tensor) -> None:
-    together = [record for record in evaluate(tiny_llama(), ids, METHODS, PREFIX, SCORED) if record.method == str(kvc.parse(method))]
+    records = evaluate(tiny_llama(), ids, METHODS, PREFIX, SCORED)
+    together = [record for record in records if record.method == str(kvc.parse(method))]
     alone = evaluate(tiny_llama(), ids, [method], PREFIX, SCORED, share_prefill=False)
     assert len(together) == len(alone) == 2
     for shared, own in zip(together, alone, strict=True):

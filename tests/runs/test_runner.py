@@ -61,7 +61,8 @@ def test_what_a_kill_cut_short_is_measured_again(tiny: Path, tmp_path: Path) -> 
 def test_kill_9_keeps_every_finished_record(tiny: Path, tmp_path: Path) -> None:
     settings = tmp_path / "long.yaml"
     settings.write_text(
-        f"model: {tiny}\ndevice: cpu\nprefix: 64\nscored: 8\nsamples: 200\nmethods: [exact, 'kivi(group_size=8, residual=16)']\n"
+        f"model: {tiny}\ndevice: cpu\nprefix: 64\nscored: 8\nsamples: 200\n"
+        "methods: [exact, 'kivi(group_size=8, residual=16)']\n"
     )
     out = tmp_path / "out"
     command = [sys.executable, "-m", "kvcompress.cli", "run", str(settings), "--out", str(out)]
@@ -98,9 +99,12 @@ def test_ctrl_c_says_what_is_kept(tiny: Path, tmp_path: Path) -> None:
 
 
 def test_a_second_writer_is_refused(tmp_path: Path) -> None:
-    with RecordFile(tmp_path).opened(), pytest.raises(RecordsError, match="another run is writing here"):
-        with RecordFile(tmp_path).opened():
-            pass
+    with (
+        RecordFile(tmp_path).opened(),
+        pytest.raises(RecordsError, match="another run is writing here"),
+        RecordFile(tmp_path).opened(),
+    ):
+        pass
 
 
 def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:
@@ -109,7 +113,7 @@ def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:
         pytest.skip("this system has no /dev/full")
     file = RecordFile(tmp_path)
     file.path = Path("/dev/full")
-    with pytest.raises(RecordsError, match="No space left on device.*0 finished records are safe"):
+    with pytest.raises(RecordsError, match=r"No space left on device.*0 finished records are safe"):
         file.append(Record("exact", "m", "float32", "cpu", 0, "", 1, 1, "hash"))
     assert not file.records
 
