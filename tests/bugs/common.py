@@ -15,7 +15,7 @@ H2O = "h2o(heavy=6, recent=6)"
 SNAPKV = "snapkv(budget=12, window=4)"
 KIVI = "kivi(bits=2, group_size=8, residual=8)"
 EVICTING = [STREAMING, STREAMING_ORIGINAL, H2O, SNAPKV]
-METHODS = ["exact", *EVICTING, KIVI, f"{SNAPKV} | {KIVI}", f"h2o(heavy=8, recent=8) | {KIVI}"]
+METHODS = ["exact", STREAMING, H2O, SNAPKV, KIVI, f"h2o(heavy=8, recent=8) | {KIVI}"]
 GREEDY = {"max_new_tokens": 6, "do_sample": False}
 
 
