@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from kvcompress import kernels
 from kvcompress.kernels import reference
 from kvcompress.kernels.layout import LANES, PackedKeys, PackedValues, codes_per_word
 from kvcompress.stores.growing import Growing
@@ -81,24 +82,25 @@ class Codes:
 
     def _write(self, rows: Rows, offset: int, x: Tensor, alive: Tensor | None) -> None:
         stop = offset + x.shape[2]
-        if self.kind == "keys":
-            grouped = x.unflatten(2, (-1, self.group_size)).transpose(-1, -2)
-            present = None if alive is None else alive.unflatten(2, (-1, self.group_size)).transpose(-1, -2)
-            codes, scale, minimum = reference.quantise(grouped, self.bits, present)
-            codes = codes.transpose(-1, -2).flatten(2, 3)
-            first, last = offset // self.group_size, stop // self.group_size
-            self._reserve(-(-stop // LANES), last)
-            self._write_key_words(rows, offset, codes)
-        else:
-            grouped = x.unflatten(-1, (-1, self.group_size))
-            present = None if alive is None else alive.unflatten(-1, (-1, self.group_size))
-            codes, scale, minimum = reference.quantise(grouped, self.bits, present)
-            codes = codes.flatten(-2)
-            first, last = offset, stop
-            self._reserve(-(-stop // codes_per_word(self.bits)), last)
-            self._write_value_words(rows, offset, codes)
+        per_scale = self.tokens_per_entry["scale"]
+        first, last = offset // per_scale, stop // per_scale
+        self._reserve(-(-stop // self.tokens_per_entry["words"]), last)
+        # Reserving made the parts writable, so a kernel may write into the views that it is given.
+        if alive is None and kernels.quantise_and_pack(x, self.rows(rows), offset):
+            return
+        along = 2 if self.kind == "keys" else 3
+        grouped = self._grouped(x, along)
+        codes, scale, minimum = reference.quantise(
+            grouped, self.bits, None if alive is None else self._grouped(alive, along)
+        )
+        codes = codes.movedim(-1, along + 1).flatten(along, along + 1)
+        (self._write_key_words if self.kind == "keys" else self._write_value_words)(rows, offset, codes)
         self.parts["scale"].writable()[rows, :, first:last] = scale.squeeze(-1)
         self.parts["minimum"].writable()[rows, :, first:last] = minimum.squeeze(-1)
+
+    def _grouped(self, x: Tensor, along: int) -> Tensor:
+        """`x` [B, H, T, D] with each group of dimension `along` as the last dimension."""
+        return x.unflatten(along, (-1, self.group_size)).movedim(along + 1, -1)
 
     def _reserve(self, words: int, scales: int) -> None:
         self.parts["words"].reserve(words)

@@ -5,6 +5,8 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
+from kvcompress import kernels
+
 
 class Growing:
     """`[B, H, S, ...]` with room behind S. Every in-place write first makes sure that nobody else reads the memory."""
@@ -72,25 +74,28 @@ class Growing:
             target[row, :, length : length + count] = new[row, :, columns - count :]
 
     def reserve(self, total: int) -> None:
-        """Makes `total` slots used and writable; what lies in new ones is finite."""
+        """Makes `total` slots used and writable, at least those that are; what lies in new ones is finite."""
+        total = max(total, self.used)
         if self._shared or self.begin + total > self.buffer.shape[2]:
             self._adopt(self._moved_to_new(total + self.spare_for(total) // 2))
-        self.used = max(self.used, total)
+        self.used = total
 
     def gather(self, index: Tensor, first: int = 0) -> None:
         """Keeps slots `index` [B, H or 1, K], ascending; slots before `first` are known to stay where they are."""
         kept = index.shape[2]
-        index = index[:, :, first:]
-        index = index.reshape(*index.shape, *[1] * (self.buffer.dim() - 3))
-        index = index.expand(self.buffer.shape[0], self.buffer.shape[1], -1, *self.buffer.shape[3:])
-        moved = self.view.gather(2, index)
-        if self._shared or self.buffer.shape[2] - kept > self.spare_for(kept):
-            fresh = self._new(kept + self.spare_for(kept) // 2)
-            fresh[:, :, :first] = self.view[:, :, :first]
-            fresh[:, :, first:kept] = moved
-            self._adopt(fresh)
-        else:
-            self.view[:, :, first:kept] = moved
+        stays = not self._shared and self.buffer.shape[2] - kept <= self.spare_for(kept)
+        if not (stays and kernels.evict_in_place(self.view, index, first)):
+            index = index[:, :, first:]
+            index = index.reshape(*index.shape, *[1] * (self.buffer.dim() - 3))
+            index = index.expand(self.buffer.shape[0], self.buffer.shape[1], -1, *self.buffer.shape[3:])
+            moved = self.view.gather(2, index)
+            if stays:
+                self.view[:, :, first:kept] = moved
+            else:
+                fresh = self._new(kept + self.spare_for(kept) // 2)
+                fresh[:, :, :first] = self.view[:, :, :first]
+                fresh[:, :, first:kept] = moved
+                self._adopt(fresh)
         self.used = kept
 
     def drop_middle(self, first: int, count: int) -> None:
