@@ -52,7 +52,8 @@ class CompressedCache(Cache):
         rotaries: list[Rotary | None] | None = None,
         gather_for: tuple[Method, ...] = (),
     ) -> None:
-        self.method, self.identity, self.rotaries = method, identity, rotaries
+        self.method, self.identity = method, identity
+        self.rotaries = rotaries if method.position_mode == "cache" else None
         self.gathers = bool(gather_for)
         evicting = [part for part in (each.evicting for each in (method, *gather_for)) if part is not None]
         self.gathers_scores = any(part.needs_scores for part in evicting)
