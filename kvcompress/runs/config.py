@@ -31,6 +31,12 @@ class ConfigError(ValueError):
 AtLeastOne = Annotated[int, Field(ge=1)]
 
 
+def _a_size(value: str | None) -> str | None:
+    if value is not None:
+        parse_bytes(value)
+    return value
+
+
 class Experiment(BaseModel):
     """What every protocol has. A list in a method's option is a grid: `snapkv(budget=[0.1, 0.25])` is two methods.
 
@@ -64,7 +70,8 @@ class Experiment(BaseModel):
 class RunConfig(Experiment):
     """A prefix is prefilled and compressed, what follows is scored: every method on the same samples of a text.
 
-    Sample i is tokens `start + i * stride` and on; `stride` is by default what one sample needs.
+    Sample i is tokens `start + i * stride` and on; `stride` is by default what one sample needs. A `prefix_cache` of
+    so many bytes ("1GiB") keeps exact KV, so that methods that prefill by themselves compute a common beginning once.
     """
 
     protocol: Literal["prefix"] = "prefix"
@@ -74,6 +81,9 @@ class RunConfig(Experiment):
     question: str | None = None
     chunk: AtLeastOne | None = None
     share_prefill: bool = True
+    prefix_cache: str | None = None
+
+    _a_size = field_validator("prefix_cache")(_a_size)
 
 
 class Recompute(BaseModel):
@@ -105,12 +115,7 @@ class StreamingConfig(Experiment):
     memory_limit: str | None = None
     recompute: Recompute | None = None
 
-    @field_validator("memory_limit")
-    @classmethod
-    def _a_size(cls, value: str | None) -> str | None:
-        if value is not None:
-            parse_bytes(value)
-        return value
+    _a_size = field_validator("memory_limit")(_a_size)
 
     @model_validator(mode="after")
     def _something_to_feed(self) -> StreamingConfig:

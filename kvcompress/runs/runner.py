@@ -17,6 +17,7 @@ from kvcompress.measure.quality import Details, evaluate_sample
 from kvcompress.measure.record import Record, digest
 from kvcompress.methods.base import Method
 from kvcompress.models import load_model, load_tokenizer, weights_fingerprint
+from kvcompress.prefix.prefix_cache import PrefixCache
 from kvcompress.runs.config import ConfigError, Experiment, RunConfig
 from kvcompress.runs.details import write_details
 from kvcompress.runs.records import RecordFile, write_whole
@@ -72,7 +73,7 @@ def run(config: RunConfig, folder: Path, progress: Progress = lambda text, done,
 
         def key(method: Method) -> str:
             names = ("prefix", "scored", "start", "stride", "question", "chunk", "share_prefill", "seed", "dtype")
-            return loaded.key(method, config.model_dump(include=set(names)))
+            return loaded.key(method, config.model_dump(include={*names, "prefix_cache"}))
 
         def is_done(method: Method, sample: int) -> bool:
             record = file.records.get((key(method), sample))
@@ -82,6 +83,7 @@ def run(config: RunConfig, folder: Path, progress: Progress = lambda text, done,
             done = sum(is_done(method, sample) for method in methods for sample in range(config.samples))
             progress(text, done, total)
 
+        store = None if config.prefix_cache is None else PrefixCache(loaded.model, config.prefix_cache)
         for sample in range(config.samples):
             left = [method for method in methods if not is_done(method, sample)]
             if not left:
@@ -103,6 +105,7 @@ def run(config: RunConfig, folder: Path, progress: Progress = lambda text, done,
                 sample=sample,
                 on_error="record",
                 on_details=write,
+                prefix_cache=store,
             ):
                 record.config_hash = hashes[record.method]
                 file.append(record)
