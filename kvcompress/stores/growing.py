@@ -80,11 +80,11 @@ class Growing:
             self._adopt(self._moved_to_new(total + self.spare_for(total) // 2))
         self.used = total
 
-    def gather(self, index: Tensor, first: int = 0) -> None:
-        """Keeps slots `index` [B, H or 1, K], ascending; slots before `first` are known to stay where they are."""
+    def gather(self, index: Tensor, first: int = 0, ascending: bool = True) -> None:
+        """Keeps slots `index` [B, H or 1, K], in that order; slots before `first` are known to stay where they are."""
         kept = index.shape[2]
         stays = not self._shared and self.buffer.shape[2] - kept <= self.spare_for(kept)
-        if not (stays and kernels.evict_in_place(self.view, index, first)):
+        if not (stays and ascending and kernels.evict_in_place(self.view, index, first)):
             index = index[:, :, first:]
             index = index.reshape(*index.shape, *[1] * (self.buffer.dim() - 3))
             index = index.expand(self.buffer.shape[0], self.buffer.shape[1], -1, *self.buffer.shape[3:])

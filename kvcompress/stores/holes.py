@@ -51,14 +51,14 @@ def _close_tail(store: PackedStore) -> None:
     skip = column(gone, device) * (target >= column(starts, device))
     index = order.gather(2, (target + skip).clamp(max=store.length - 1)[:, None].expand(-1, order.shape[1], -1))
     for part in store.per_slot().values():
-        part.gather(index if part.buffer.shape[1] > 1 else index[:, :1])
+        part.gather(index if part.buffer.shape[1] > 1 else index[:, :1], ascending=False)
     for tail, codes in zip(store.filled, (store.keys, store.values), strict=True):
         first = [front + count for front, count in zip(store.fronts, codes.counts, strict=True)]
         width = max(length - start for length, start in zip(lengths, first, strict=True))
         offset = column(first, device)
         within = (torch.arange(width, device=device) + offset).clamp(max=max(lengths) - 1)
         moved = index.gather(2, within[:, None].expand(-1, index.shape[1], -1)) - offset[:, None]
-        tail.gather(moved.clamp(0, tail.used - 1))
+        tail.gather(moved.clamp(0, tail.used - 1), ascending=False)
     store.lengths = lengths
 
 
