@@ -56,7 +56,6 @@ class GeneratePass:
     uses: dict[str, tuple[StoredKV, bool]] = field(default_factory=dict)
 
 
-@register_model("kvcompress")
 class CompressedLM(HFLM):
     """A causal model of lm-eval whose attention runs over caches compressed by `method`.
 
@@ -277,3 +276,7 @@ class CompressedLM(HFLM):
                 "to generate); they lost their beginning",
                 stacklevel=3,
             )
+
+
+# Not as a decorator, whose type would hide the class.
+register_model("kvcompress")(CompressedLM)

@@ -23,28 +23,34 @@ class StoredKV:
 def stored_kv(cache: CompressedCache) -> list[StoredKV]:
     """What every row of `cache` would store if it were alone, measured on a copy of that row."""
     itemsize = max(layer.shape.itemsize for layer in cache.layers if layer.shape is not None)
+    evicted = evicted_rows(cache)
     measured = []
     for row in range(cache.rows):
         alone = cache if cache.rows == 1 else take_rows(cache, [row])
-        exact = alone.exact_nbytes
-        measured.append(StoredKV(alone.nbytes - alone.memory()["spare"], exact, exact * 2 // itemsize))
+        exact, sizes = alone.exact_nbytes, alone.memory()
+        # Another row may have made the batch store positions that this one does without.
+        needless = sizes["spare"] + (0 if evicted[row] else sizes["positions"])
+        measured.append(StoredKV(alone.nbytes - needless, exact, exact * 2 // itemsize))
     return measured
 
 
 def compressed_rows(cache: CompressedCache) -> list[bool]:
     """Whether a token of each row was evicted or packed. Windows that are the model's own do not count."""
+    evicted = evicted_rows(cache)
+    store = next((layer.store for layer in cache.layers if layer.compresses), None)
+    if not isinstance(store, PackedStore):
+        return evicted
+    packed = [keys + values > 0 for keys, values in zip(store.keys.counts, store.values.counts, strict=True)]
+    return [any(row) for row in zip(evicted, packed, strict=True)]
+
+
+def evicted_rows(cache: CompressedCache) -> list[bool]:
+    """Whether a token of each row was evicted."""
     layer = next((layer for layer in cache.layers if layer.compresses and not layer.store.empty), None)
     if layer is None:
         return [False] * cache.rows
     kept = (cache.kept(layer.index) >= 0).sum(-1).amin(-1).tolist()
-    evicted = [count < seen for count, seen in zip(kept, cache.seen_tokens, strict=True)]
-    store = layer.store
-    if not isinstance(store, PackedStore):
-        return evicted
-    return [
-        gone or keys + values > 0
-        for gone, keys, values in zip(evicted, store.keys.counts, store.values.counts, strict=True)
-    ]
+    return [count < seen for count, seen in zip(kept, cache.seen_tokens, strict=True)]
 
 
 def take_rows(cache: CompressedCache, rows: Sequence[int]) -> CompressedCache:
