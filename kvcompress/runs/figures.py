@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 WIDTH = 5.2
@@ -59,9 +61,21 @@ def plot_lines(
     axes.set_ylabel(y_label, fontsize=9)
     if log_x:
         axes.set_xscale("log")
-    if log_y:
+        plain_log_axis(axes.xaxis)
+    values = [value for _, y in lines.values() for value in y if math.isfinite(value)]
+    if log_y and values and 0 < min(values) < max(values):
         axes.set_yscale("log")
+        plain_log_axis(axes.yaxis)
     axes.grid(alpha=0.3)
+
+
+def plain_log_axis(axis: Axis) -> None:
+    """Labels a logarithmic axis with plain numbers at 1, 2 and 5 times the powers of ten."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=9))
+    axis.set_major_formatter(FuncFormatter(lambda value, place: f"{value:g}"))
+    axis.set_minor_locator(NullLocator())
 
 
 def to_png(picture: Figure) -> bytes:

@@ -1,0 +1,1 @@
+"""One page of everything that results folders hold: `kvcompress report DIR…`."""

@@ -1,0 +1,315 @@
+"""The sections of a report, from what the folders hold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from statistics import fmean
+from typing import TypeVar
+
+import numpy as np
+
+from kvcompress.evals.results import EvalResult
+from kvcompress.measure.record import Record
+from kvcompress.measure.statistics import PairedDifference
+from kvcompress.measure.streaming import StreamRecord
+from kvcompress.runs import streaming_summary, summary
+from kvcompress.runs.report import figures
+from kvcompress.runs.report.content import Cell, Figure, Section, Table
+from kvcompress.runs.report.quality import Comparison, by_method, divergences, perplexities, task_scores
+from kvcompress.runs.report.reading import Results, TaskResult
+
+T = TypeVar("T")
+K = TypeVar("K")
+
+MOST_DEPTHS = 10
+"""Rows of a heat map; more depths are put together."""
+
+
+def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """The items of each key, in their order."""
+    found: dict[K, list[T]] = {}
+    for item in items:
+        found.setdefault(key(item), []).append(item)
+    return found
+
+
+def sections(results: Results) -> list[Section]:
+    """All sections that there is something for, the making of the report apart."""
+    found = [
+        _prefix_section(results.records),
+        _task_section([task.result for task in results.tasks]),
+        _needle_section(results.tasks),
+        _kept_section(results),
+        _divergence_section(results),
+        _time_section(results.records),
+        _streaming_section(results.streams),
+    ]
+    return [section for section in found if section is not None]
+
+
+def setting(record: Record) -> str:
+    """What records must share to stand in one table."""
+    question = "" if record.query_aware is None else ", a question after compression"
+    return (
+        f"{record.model}, {record.dtype} on {record.device}, prefix {record.tokens_prefix}, "
+        f"{record.tokens_scored} scored{question}"
+    )
+
+
+def task_setting(result: EvalResult) -> str:
+    """The same for results of tasks."""
+    parts = [f"{result.task} with {result.model}"]
+    if result.num_fewshot:
+        parts.append(f"{result.num_fewshot}-shot")
+    if result.query_aware is not None:
+        parts.append("the question inside the compressed part" if result.query_aware else "the question after it")
+    metadata = result.settings.get("metadata") or {}
+    parts += [f"{name} {value}" for name, value in metadata.items() if name not in ("seed", "samples")]
+    parts.append(f"seed {result.seed}")
+    return ", ".join(parts)
+
+
+def ranking(comparison: Comparison) -> str:
+    """Which methods none beats in both, or why nothing is ranked."""
+    if not comparison.points:
+        return ""
+    if comparison.refusal:
+        return f"{comparison.measure}: not ranked ({comparison.refusal})."
+    front = sorted((point for point in comparison.points if point.on_front), key=lambda point: point.kv_bytes)
+    unsure = [
+        point.method
+        for point in front
+        if isinstance(point.difference, PairedDifference)
+        and point.difference.verdict == "undecided"
+        and point.method != "exact"
+    ]
+    text = f"{comparison.measure}: on the Pareto front are " + ", ".join(f"`{point.method}`" for point in front) + "."
+    if unsure:
+        text += " Not told apart from exact: " + ", ".join(f"`{method}`" for method in unsure) + "."
+    return text
+
+
+def _prefix_section(records: Sequence[Record]) -> Section | None:
+    if not records:
+        return None
+    section = Section("Quality against stored bytes")
+    for number, (title, group) in enumerate(grouped(records, setting).items()):
+        comparisons = [perplexities(group), divergences(group)]
+        part = Section(title, [text for text in map(ranking, comparisons) if text])
+        part.tables.append(_methods_table(group, *comparisons))
+        part.figures = [
+            figures.quality_figure(f"quality-{number}-{name}", "", comparison)
+            for name, comparison in zip(("ppl", "kl"), comparisons, strict=True)
+            if comparison.points
+        ]
+        part.points = [
+            f"Failed: sample {record.sample} of `{record.method}`: {record.error}"
+            for record in group
+            if record.status != "ok"
+        ]
+        section.sections.append(part)
+    return section
+
+
+def _methods_table(records: Sequence[Record], ppl: Comparison, kl: Comparison) -> Table:
+    intervals = {point.method: (point.low, point.high) for point in kl.points}
+    verdicts = {point.method: point.difference for point in ppl.points}
+    rows = []
+    for row in summary.summarise(records):
+        name, smaller, megabytes, kept, perplexity, divergence, top1, decode, samples = row.cells()
+        low, high = intervals.get(row.method, (None, None))
+        verdict = verdicts.get(row.method)
+        rows.append(
+            [
+                Cell(name),
+                Cell(smaller, row.memory_ratio_16bit),
+                Cell(megabytes, row.kv_megabytes),
+                Cell(kept, row.kept_tokens),
+                Cell(perplexity, row.ppl),
+                Cell(verdict.verdict if isinstance(verdict, PairedDifference) and row.method != "exact" else "–"),
+                Cell(divergence, row.kl),
+                Cell("–" if low is None or high is None else f"{low:.4f} to {high:.4f}", low),
+                Cell(top1, row.top1_agreement),
+                Cell(decode, row.decode_ratio),
+                Cell(samples, row.samples),
+            ]
+        )
+    head = ["method", "× smaller (16 bit)", "KV MB", "tokens kept", "ppl", "ppl against exact", "KL (nats)", "KL, 95 %"]
+    return Table(
+        "Means over samples. × smaller compares with the exact cache at 16 bits a value.",
+        [*head, "top-1", "decode × exact", "samples"],
+        rows,
+    )
+
+
+def _task_section(results: Sequence[EvalResult]) -> Section | None:
+    if not results:
+        return None
+    section = Section("Tasks", ["Every score went through the compressed cache of its method."])
+    for number, (title, group) in enumerate(grouped(results, task_setting).items()):
+        comparison = task_scores(group)
+        part = Section(title, [text for text in [ranking(comparison)] if text], tables=[_task_table(group, comparison)])
+        if len(comparison.points) > 1:
+            part.figures.append(figures.quality_figure(f"task-{number}", "", comparison))
+        section.sections.append(part)
+    return section
+
+
+def _task_table(results: Sequence[EvalResult], comparison: Comparison) -> Table:
+    differences = {point.method: point.difference for point in comparison.points}
+    rows = []
+    for result in results:
+        found = differences.get(result.method)
+        if isinstance(found, PairedDifference):
+            texts = [f"{found.mean:+.3f} [{found.low:+.3f}, {found.high:+.3f}]"]
+            texts += [f"{found.wins} / {found.ties} / {found.losses}", found.verdict]
+        else:
+            texts = ["–", "–", str(found) if found is not None else result.error or "–"]
+        error = "" if result.stderr is None else f" ± {result.stderr:.3f}"
+        score = "failed" if result.score is None else f"{result.score:.3f}{error}"
+        rows.append(
+            [
+                Cell(result.method),
+                Cell(score, result.score),
+                Cell("–" if result.kv_bytes is None else f"{result.kv_bytes / 1e6:.2f}", result.kv_bytes),
+                Cell(
+                    "–" if result.memory_ratio_16bit is None else f"{result.memory_ratio_16bit:.2f}",
+                    result.memory_ratio_16bit,
+                ),
+                Cell(f"{result.compressed} of {len(result.samples)}", result.compressed),
+                Cell(texts[0], found.mean if isinstance(found, PairedDifference) else None),
+                *map(Cell, texts[1:]),
+            ]
+        )
+    head = ["method", f"{comparison.measure} ± s.e.", "KV MB", "× smaller (16 bit)"]
+    return Table(
+        "Compressed: samples of which something was evicted or packed when they were scored.",
+        [*head, "compressed", "difference to exact [95 %]", "win / tie / loss", "verdict"],
+        rows,
+    )
+
+
+def _needle_section(tasks: Sequence[TaskResult]) -> Section | None:
+    placed = [task for task in tasks if task.places and task.result.status == "ok"]
+    if not placed:
+        return None
+    section = Section("Where the answer stood", ["Mean score by the depth of the answer and the length of the prompt."])
+    kinds = grouped(placed, lambda task: (task.family, task.result.query_aware, task.result.model))
+    for number, ((name, aware, model), group) in enumerate(kinds.items()):
+        where = "inside" if aware else "after"
+        title = f"{name or group[0].result.task} with {model}, the question {where} the compressed part"
+        grids = {method: _grid(own) for method, own in grouped(group, lambda task: task.result.method).items()}
+        section.sections.append(Section(title, figures=[figures.heat_maps(f"depth-{number}", title, grids)]))
+    return section
+
+
+def _grid(tasks: Sequence[TaskResult]) -> tuple[list[int], list[float], np.ndarray]:
+    """Lengths, depths and mean scores [depths, lengths] of one method."""
+    cells: dict[tuple[float, int], list[float]] = {}
+    depths = sorted({depth for task in tasks for depth, _ in task.places.values()})
+    if len(depths) > MOST_DEPTHS:
+        depths = [(step + 0.5) / MOST_DEPTHS for step in range(MOST_DEPTHS)]
+    for task in tasks:
+        for sample in task.result.samples:
+            if sample.score is not None and sample.doc_id in task.places:
+                depth, length = task.places[sample.doc_id]
+                nearest = min(depths, key=lambda each: abs(each - depth))
+                cells.setdefault((nearest, length), []).append(sample.score)
+    lengths = sorted({length for _, length in cells})
+    scores = np.full((len(depths), len(lengths)), math.nan)
+    for (depth, length), values in cells.items():
+        scores[depths.index(depth), lengths.index(length)] = fmean(values)
+    return lengths, depths, scores
+
+
+def _kept_section(results: Results) -> Section | None:
+    section = Section("Kept tokens", ["Which positions of the first sample's prefix each layer and KV head kept."])
+    for number, (title, group) in enumerate(grouped(results.records, setting).items()):
+        part = Section(f"Kept: {title}")
+        complete: list[str] = []
+        for record in group:
+            details = results.details.get(record.key)
+            if details is None or not details.kept or record.status != "ok":
+                continue
+            if all((layer >= 0).sum() == layer.shape[0] * record.tokens_prefix for layer in details.kept):
+                complete.append(f"`{record.method}`")
+                continue
+            name = f"kept-{number}-{len(part.figures)}"
+            part.figures.append(figures.kept_map(name, record.method, details.kept, record.tokens_prefix))
+        if complete:
+            part.text.append(f"All positions are kept by {', '.join(dict.fromkeys(complete))}.")
+        if part.figures:
+            section.sections.append(part)
+    return section if section.sections else None
+
+
+def _divergence_section(results: Results) -> Section | None:
+    section = Section("KL along the scored tokens")
+    for number, (title, group) in enumerate(grouped(results.records, setting).items()):
+        lines = {}
+        for method, records in by_method(group).items():
+            curves = [results.details[record.key].kl for record in records if record.key in results.details]
+            if method != "exact" and curves and len({len(curve) for curve in curves}) == 1:
+                lines[method] = np.mean(curves, axis=0)
+        if lines:
+            drawn = figures.divergence_figures(f"kl-{number}", lines)
+            section.sections.append(Section(f"KL: {title}", figures=drawn))
+    return section if section.sections else None
+
+
+def _time_section(records: Sequence[Record]) -> Section | None:
+    section = Section("Decode time")
+    kinds = grouped(records, lambda record: (record.model, record.dtype, record.device))
+    for number, ((model, dtype, device), group) in enumerate(kinds.items()):
+        times: dict[str, dict[int, float]] = {}
+        exact: dict[int, float] = {}
+        for method, own in by_method(group).items():
+            for length, same in sorted(grouped(own, lambda record: record.tokens_prefix).items()):
+                times.setdefault(method, {})[length] = fmean(record.decode_ms_per_token or 0.0 for record in same)
+                exact[length] = fmean(record.decode_ms_per_token_exact or 0.0 for record in same)
+        if times:
+            figure = figures.time_figure(f"time-{number}", times, exact)
+            section.sections.append(Section(f"Time: {model}, {dtype} on {device}", figures=[figure]))
+    return section if section.sections else None
+
+
+def _streaming_section(streams: Sequence[StreamRecord]) -> Section | None:
+    if not streams:
+        return None
+    section = Section("Streaming")
+    kinds = grouped(streams, lambda line: (line.model, line.dtype, line.device, line.segments, line.data_hash))
+    for number, ((model, dtype, device, segments, _), group) in enumerate(kinds.items()):
+        calls = sorted({line.tokens_per_call for line in group if line.tokens_per_call is not None})
+        text = "One text is fed." if segments == 1 else f"{segments} segments of one text are the rows of a batch."
+        if calls and calls[-1] > 1:
+            text += (
+                f" Up to {calls[-1]} tokens are fed in one call, and a method that acts on every call evicts once a "
+                "call; times are of calls of one token a segment."
+            )
+        part = Section(f"{model}, {dtype} on {device}, {max(line.end for line in group)} tokens", [text])
+        rows = streaming_summary.summarise(group)
+        cells = [[Cell(text, _number(text)) for text in row.cells()] for row in rows]
+        head = list(streaming_summary.COLUMNS)
+        caption = "Q1 to Q4: quarters of the text. Grew: stored KV at the end over that half way."
+        part.tables.append(Table(caption, head, cells))
+        part.figures = _streaming_figures(number, group) if rows else []
+        part.points = [
+            f"`{line.method}` after {line.begin} tokens: {line.status}: {line.error}"
+            for line in group
+            if line.status != "ok"
+        ]
+        section.sections.append(part)
+    return section
+
+
+def _streaming_figures(number: int, group: Sequence[StreamRecord]) -> list[Figure]:
+    measures = ("ppl", "kv_bytes", "ms_per_call")
+    return [figures.streaming_figure(f"stream-{number}-{name}", name, group) for name in measures]
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text.removeprefix("x"))
+    except ValueError:
+        return None
