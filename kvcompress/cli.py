@@ -8,6 +8,10 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
+
+from kvcompress.evals.command import eval_
+from kvcompress.prefix.commands import replay, size
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 console = Console()
@@ -33,10 +37,8 @@ def run(
         TimeRemainingColumn,
     )
 
+    from kvcompress.runs import outcome
     from kvcompress.runs.config import read_config
-    from kvcompress.runs.records import write_whole
-    from kvcompress.runs.runner import run as run_config
-    from kvcompress.runs.summary import figure, markdown, rich_table, summarise
 
     settings = read_config(config)
     folder = out if out is not None else Path("runs") / config.stem
@@ -51,7 +53,7 @@ def run(
     try:
         with Progress(*columns, console=console) as bar:
             task = bar.add_task("starting", total=None)
-            records = run_config(
+            ran = outcome.run(
                 settings,
                 folder,
                 lambda text, done, total: bar.update(task, description=text, completed=done, total=total),
@@ -59,17 +61,33 @@ def run(
     except KeyboardInterrupt:
         _complain(f"stopped; finished records are safe in {folder}, the same command goes on from there")
         raise typer.Exit(130) from None
-    rows = summarise(records)
-    title = f"{settings.model}, {settings.data}: prefix {settings.prefix}, {settings.scored} scored"
-    console.print(rich_table(rows, title))
-    write_whole(folder / "summary.md", markdown(rows, title))
-    write_whole(folder / "summary.png", figure(rows, title))
-    for record in records:
-        if record.status != "ok":
-            console.print(f"[red]failed[/red] sample {record.sample} {record.method}: {record.error}", markup=True)
-    console.print(f"records.jsonl, summary.md and summary.png are in {folder}", highlight=False)
-    if all(record.status != "ok" for record in records):
+    console.print(ran.table)
+    ran.write(folder)
+    for failure in ran.failures:
+        console.print(f"[red]failed[/red] {escape(failure)}", markup=True, highlight=False)
+    console.print(f"{ran.records_name}, summary.md and summary.png are in {folder}", highlight=False)
+    if ran.nothing_worked:
         raise typer.Exit(1)
+
+
+@app.command()
+def report(
+    folders: Annotated[list[Path], typer.Argument(help="Results folders of `run` and `eval`.")],
+    out: Annotated[Path | None, typer.Option(help="Where to write; by default the first folder.")] = None,
+    sink: Annotated[str | None, typer.Option(help="Also send the numbers to trackio or wandb.")] = None,
+) -> None:
+    """Write report.html, report.md and report.parquet of results folders."""
+    from kvcompress.runs.report.reading import read_results
+    from kvcompress.runs.report.sinks import send
+    from kvcompress.runs.report.writing import write_report
+
+    results = read_results(folders)
+    for reason in results.skipped:
+        console.print(f"left out: {reason}", markup=False, highlight=False)
+    if sink is not None:
+        console.print(f"{send(results, sink)} rows sent to {sink}", highlight=False)
+    for path in write_report(results, out or folders[0]):
+        console.print(str(path), highlight=False, soft_wrap=True)
 
 
 @app.command()
@@ -97,6 +115,13 @@ def bench(
             write_whole(out / "bench.png", picture)
     if check and any(line.passed is False for line in lines):
         raise typer.Exit(1)
+
+
+app.command("eval")(eval_)
+
+
+app.command()(replay)
+app.command()(size)
 
 
 @app.command()
