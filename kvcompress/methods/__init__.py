@@ -1,7 +1,9 @@
 """One file a method. Every module here is imported, so a new file is all that a new method needs."""
 
+import sys
 from importlib import import_module
 from pkgutil import iter_modules
+from types import ModuleType
 
 from kvcompress.methods.base import Method, registry
 
@@ -12,3 +14,13 @@ for _module in iter_modules(__path__):
 def methods() -> dict[str, type[Method]]:
     """The method classes by the names that their text form uses."""
     return dict(sorted(registry.items()))
+
+
+class _Callable(ModuleType):
+    """This package is reached as `kvcompress.methods` too, and so is the function of that name."""
+
+    def __call__(self) -> dict[str, type[Method]]:
+        return methods()
+
+
+sys.modules[__name__].__class__ = _Callable
