@@ -50,7 +50,7 @@ def same_state(cache: kvc.CompressedCache, other: kvc.CompressedCache) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 @given(script=scripts(turns=1, chunks=False))
-@settings(max_examples=4)
+@settings(max_examples=3)
 def test_compressed_afterwards_equals_a_run_of_its_own(method: str, script: Script) -> None:
     prompt = slice(0, script.turns[0].prompt)
     parsed = kvc.parse(method)

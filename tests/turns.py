@@ -121,7 +121,7 @@ def scripts(draw: st.DrawFn, rows: int = 3, chunks: bool = True, turns: int = 2,
     for _ in range(draw(st.integers(1, turns))):
         prompt = draw(st.integers(1, longest))
         chunk = draw(st.none() | st.integers(max(1, prompt // 6), prompt)) if chunks else None
-        plan.append(Turn(prompt, chunk, draw(st.lists(st.sampled_from([1, 1, 1, 2, 5, 17]), max_size=6))))
+        plan.append(Turn(prompt, chunk, draw(st.lists(st.sampled_from([1, 1, 1, 2, 5, 17]), max_size=5))))
     first = plan[0].prompt
     padding = [draw(st.integers(0, first - 1)) for _ in range(draw(st.integers(1, rows)))]
     total = sum(columns for turn in plan for columns in turn.calls)
