@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -15,6 +17,8 @@ from kvcompress.rope import rotaries
 from tests.choices import check_everything_kept, check_h2o, check_snapkv, check_streaming
 from tests.families import FAMILIES, OPTIONS, VOCABULARY, WITHOUT_ROTARY, build, tiny
 from tests.oracle import Call, Oracle, oracle, recording
+from tests.turns import METHODS as METHODS_OF_ANY_TEXT
+from tests.turns import Script, check_kept, scripts
 
 SNAPKV = "snapkv(budget=14, window=4, kernel=3)"
 KIVI = "kivi(bits=2, group_size=8, residual=8)"
@@ -89,6 +93,20 @@ def test_logits_and_kept_tokens_are_those_of_the_masked_plain_model(family: str,
         assert check_snapkv(*told, prompts=[(0, 1)], budgets=[[14, 14]], window=4, kernel=3, pooling="max")
     else:
         check_everything_kept(*told)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma2", "gemma3_text", "smollm3", "gpt_oss", "llama4_text"])
+@given(method=st.sampled_from([method for method in METHODS_OF_ANY_TEXT if "kB" not in method]), script=scripts())
+@settings(max_examples=4)
+def test_any_text_in_families_with_layers_of_several_kinds(family: str, method: str, script: Script) -> None:
+    model = tiny(family)
+    with kvc.wrap(model, method) as wrapped, recording(wrapped) as calls:
+        cache = wrapped.new_cache()
+        script.play(wrapped, cache)
+    told = oracle(model, calls, script.padding, rotaries(model) if moves_keys(method) else None)
+    assert told.error(calls) < 1e-4
+    check_kept(wrapped.method, script, calls, cache, told)
+    assert cache.nbytes == sum(cache.memory().values())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
