@@ -126,9 +126,17 @@ class Code:
         for phi, value in zip(phis, loop.carried, strict=True):
             phi.add_incoming(value.ir, builder.block)
         index.add_incoming(builder.add(index, self.like(step, INT64).ir), builder.block)
-        builder.branch(head)
+        self._as_written(builder.branch(head))
         builder.position_at_end(after)
         loop.carried = [Value(self, phi) for phi in phis]
+
+    def _as_written(self, branch: Any) -> None:
+        """Keeps LLVM from unrolling the loop that this branch closes: it takes seconds and wins nothing here."""
+        options = [["llvm.loop.unroll.disable"], ["llvm.loop.vectorize.enable", ir.Constant(ir.IntType(1), 0)]]
+        metadata = self.builder.module.metadata
+        node = self.builder.module.add_metadata([f"loop {len(metadata)}", *options])
+        node.operands = (node, *node.operands[1:])  # what tells one loop from another is the node itself
+        branch.set_metadata("llvm.loop", node)
 
     @contextmanager
     def when(self, condition: Value) -> Iterator[None]:

@@ -97,18 +97,22 @@ def finish_logits(task: Task, slot: Value, tokens: Value) -> None:
     weigh(logits, task.scratch + SUMS, task.scratch + TOPS, task.scratch + TOTALS, p.dim, task.rows, tokens)
 
 
-def dense_product(task: Task, name: str, token: Value, tokens: Value, offset: Value | int) -> None:
-    """Logits (keys) or weighted sums (values) of `tokens` tokens; their logits begin at `offset` in the tile."""
+def dense_product(task: Task, kind: str, in_front: Value, token: Value, tokens: Value, offset: Value) -> None:
+    """Logits (keys) or weighted sums (values) of `tokens` tokens from `token` of the front, or of the tail, on.
+
+    Their logits begin at `offset` in the tile.
+    """
     p, scratch = task.p, task.scratch
-    stride = getattr(p, f"{name}_third")
-    stored, logits = task.place(name) + token * stride, scratch + LOGITS + offset * 4
+    stride = getattr(p, f"front_{kind}_third").where(in_front, getattr(p, f"tail_{kind}_third"))
+    rows_of_slots = task.place(f"front_{kind}").where(in_front, task.place(f"tail_{kind}")) + token * stride
+    logits = scratch + LOGITS + offset * 4
 
     def step(row: Value, rows: int) -> None:
         at = row * ROW
-        if name.endswith("keys"):
-            dense_logits(stored, stride, tokens, p.dim, scratch + at, logits + at, rows, task.dtype)
+        if kind == "keys":
+            dense_logits(rows_of_slots, stride, tokens, p.dim, scratch + at, logits + at, rows, task.dtype)
         else:
-            dense_mix(stored, stride, tokens, p.dim, logits + at, scratch + SUMS + at, rows, task.dtype)
+            dense_mix(rows_of_slots, stride, tokens, p.dim, logits + at, scratch + SUMS + at, rows, task.dtype)
 
     with p.code.when(tokens > 0):
         in_fours(p.code, task.rows, step)
@@ -138,34 +142,31 @@ def packed_values(task: Task, bits: int, token: Value, tokens: Value) -> None:
         packed_mix(words, tokens, p.value_group, p.dim, scratch + SCALES, weights, sums, folded, rows, bits)
 
     with p.code.when(tokens > 0):
-        for at, name in ((SCALES, "value_scale"), (groups * ROW + SCALES, "value_minimum")):
-            unpack_scales(task.place(name) + token * groups * 2, tokens, groups, scratch + at)
+        with p.code.loop(0, 2) as which:
+            source = task.place("value_scale").where(which.index.equals(0), task.place("value_minimum"))
+            to = scratch + which.index * groups * ROW + SCALES
+            unpack_scales(source + token * groups * 2, tokens, groups, to)
         in_fours(p.code, task.rows, step)
 
 
-def attend_front(task: Task, front: Value) -> None:
-    """The slots in full precision before the packed ones."""
-    with task.p.code.loop(0, front, TILE) as slot:
-        tokens = (front - slot.index).at_most(TILE)
-        dense_product(task, "front_keys", slot.index, tokens, 0)
-        finish_logits(task, slot.index, tokens)
-        dense_product(task, "front_values", slot.index, tokens, 0)
-
-
-def attend_body(task: Task, front: Value, start: Value, stop: Value) -> None:
-    """The slots behind the front from `start` up to `stop`: packed ones, then the tail."""
+def attend_tiles(task: Task, front: Value, tiles_in_front: Value, start: Value, stop: Value) -> None:
+    """First the tiles of the front, then the slots behind it from `start` up to `stop`: packed ones and the tail."""
     code = task.p.code
-    with code.loop(start, stop, TILE) as each:
-        token = each.index
-        tokens = (stop - token).at_most(TILE)
+    tiles = tiles_in_front + ((stop - start).at_least(0) + (TILE - 1)) // TILE
+    with code.loop(0, tiles) as tile:
+        in_front = tile.index < tiles_in_front
+        token = start + (tile.index - tiles_in_front) * TILE
+        slot = (tile.index * TILE).where(in_front, front + token)
+        tokens = (front - slot).where(in_front, stop - token).at_most(TILE)
         for which, kind in ((1, "keys"), (2, "values")):
-            count = task.count(which)
-            packed = (count - token).at_most(tokens).at_least(0)
+            held = task.count(which)
+            packed = code.int(0).where(in_front, (held - token).at_most(tokens).at_least(0))
             if task.bits is not None:
                 (packed_keys if kind == "keys" else packed_values)(task, task.bits, token, packed)
-            dense_product(task, f"tail_{kind}", (token - count).at_least(0), tokens - packed, packed)
+            first = slot.where(in_front, (token - held).at_least(0))
+            dense_product(task, kind, in_front, first, tokens - packed, packed)
             if kind == "keys":
-                finish_logits(task, front + token, tokens)
+                finish_logits(task, slot, tokens)
 
 
 def decode(p: Parameters, bits: int | None, dtype: str) -> None:
@@ -179,11 +180,10 @@ def decode(p: Parameters, bits: int | None, dtype: str) -> None:
         task = Task(p, row, head, first, (p.queries - first).at_most(ROWS), scratch, dtype, bits)
         prepare(task)
         front = task.count(0)
-        with code.when(part.equals(0)):
-            attend_front(task, front)
         body = task.count(3) - front
         share = ((body + (TILE - 1)) // TILE + p.parts - 1) // p.parts * TILE
-        attend_body(task, front, part * share, ((part + 1) * share).at_most(body))
+        tiles_in_front = ((front + (TILE - 1)) // TILE).where(part.equals(0), 0)
+        attend_tiles(task, front, tiles_in_front, part * share, ((part + 1) * share).at_most(body))
         with code.loop(0, task.rows) as each:
             line = p.left + (number * p.lines + each.index) * (p.dim + 2) * 4
             with code.loop(0, p.dim, WIDTH) as d:

@@ -1,0 +1,192 @@
+"""Decode attention of the fast kernels against float64, over a sample of all that a layer can be."""
+
+from random import Random
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvcompress import kernels
+from kvcompress.kernels import reference
+from kvcompress.kernels.layout import DenseLayer, PackedLayer
+from kvcompress.stores.dense import DenseStore
+from tests.kernels.layers import Case, dense, error, packed, weights64
+
+pytest.importorskip("numba", reason="the CPU kernels need Numba (kvcompress[cpu])")
+
+from kvcompress.kernels import cpu
+from kvcompress.kernels.cpu_values import RUNS_HERE
+
+pytestmark = pytest.mark.skipif(not RUNS_HERE, reason="this processor lacks vectors, FMA or fp16 conversion")
+
+FLOAT_ERROR = 1e-6
+ROUNDING = {torch.float32: FLOAT_ERROR, torch.bfloat16: 4e-3, torch.float16: 5e-4}  # of the output's own dtype
+DTYPES = list(ROUNDING)
+
+
+@pytest.fixture(autouse=True)
+def every_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dense layers too small to be worth it go through the kernels all the same."""
+    monkeypatch.setattr(cpu, "SMALL", 0)
+
+
+def check(
+    case: Case,
+    allowed: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    scaling: float | None = None,
+) -> None:
+    """Compares with float64 attention over what the layer stands for."""
+    scaling = scaling or case.query.shape[-1] ** -0.5
+    options = {"scaling": scaling, "softcap": softcap, "sinks": sinks}
+    got = kernels.attend_decode(case.query, case.layer, allowed, **options)
+    assert got is not None
+    assert got.dtype == case.query.dtype
+    seen = case.inside if allowed is None else case.inside & allowed
+    right = weights64(case.query, case.keys, seen, **options) @ case.values.unsqueeze(2)
+    assert error(got, right) < ROUNDING[case.query.dtype]
+
+
+def random_mask(case: Case, share: float, heads: int = 1) -> Tensor:
+    batch, _, _, columns, _ = case.query.shape
+    return torch.rand(batch, heads, columns, case.keys.shape[2]) < share
+
+
+@pytest.mark.parametrize("slots", [1, 63, 4097])
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
+def test_dense(slots: int, dim: int) -> None:
+    torch.manual_seed(slots + dim)
+    groups = Random(slots * dim).choice([1, 3, 4, 7, 8])
+    check(dense([slots], 2, groups, 1, dim))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [1, 3, 17])
+def test_dense_of_each_dtype_with_mask_softcap_and_sinks(dtype: torch.dtype, columns: int) -> None:
+    torch.manual_seed(columns)
+    case = dense([300, 41, 1], 2, 3, columns, 64, dtype)
+    allowed = random_mask(case, 0.7, heads=2)
+    check(case, allowed, softcap=20.0, sinks=torch.randn(2, 3))
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+@pytest.mark.parametrize(("dim", "group_size"), [(64, 64), (80, 96), (96, 32), (128, 32), (128, 128), (256, 32)])
+def test_packed(bits: int, dim: int, group_size: int) -> None:
+    torch.manual_seed(bits + dim)
+    groups = Random(bits * dim + group_size).choice([1, 3, 4, 7, 8])
+    keys = 4 * group_size
+    check(packed([(0, keys, keys - 37, keys + 91)], 2, groups, 1, dim, bits, group_size))
+
+
+@pytest.mark.parametrize(("bits", "dtype"), [(2, torch.float32), (2, torch.bfloat16), (4, torch.float16)])
+def test_packed_rows_that_differ_in_everything(bits: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(bits)
+    rows = [(4, 640, 601, 777), (4, 0, 3, 20), (0, 64, 0, 64), (0, 0, 0, 5), (4, 32, 65, 70)]
+    check(packed(rows, 2, 3, 1, 64, bits, dtype=dtype))
+
+
+@pytest.mark.parametrize("columns", [3, 17])
+@pytest.mark.parametrize("groups", [1, 3, 4, 7, 8])
+def test_packed_with_holes_softcap_and_sinks(columns: int, groups: int) -> None:
+    torch.manual_seed(columns * groups)
+    case = packed([(4, 512, 460, 590), (4, 256, 290, 300)], 2, groups, columns, 128, 2)
+    allowed = random_mask(case, 0.5, heads=2)
+    check(case, allowed, softcap=10.0, sinks=torch.randn(2, groups))
+    check(case, allowed)
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_a_long_packed_row(bits: int) -> None:
+    torch.manual_seed(bits)
+    check(packed([(0, 4096, 3969, 4097)], 2, 4, 1, 128, bits))
+
+
+def test_all_weight_on_one_token_and_on_none() -> None:
+    torch.manual_seed(0)
+    case = packed([(0, 256, 200, 300)], 1, 4, 2, 64, 2)
+    check(case, scaling=30.0)
+    allowed = torch.zeros(1, 1, 2, 300, dtype=torch.bool)
+    allowed[0, 0, 1, 150] = True
+    got = kernels.attend_decode(case.query, case.layer, allowed, scaling=1.0)
+    assert got is not None
+    assert bool((got[..., 0, :] == 0).all())
+    assert torch.allclose(got[0, 0, :, 1].double(), case.values[0, 0, 150].expand(4, -1), atol=1e-6)
+
+
+def test_a_sink_that_takes_everything() -> None:
+    case = dense([40], 1, 2, 1, 64)
+    got = kernels.attend_decode(case.query, case.layer, None, scaling=0.1, sinks=torch.full((1, 2), 200.0))
+    assert got is not None
+    assert bool((got == 0).all())
+
+
+def test_nan_in_a_key_is_not_hidden() -> None:
+    case = dense([40], 1, 2, 1, 64)
+    assert isinstance(case.layer, DenseLayer)
+    case.layer.keys[0, 0, 7, 3] = torch.nan
+    got = kernels.attend_decode(case.query, case.layer, None, scaling=0.1)
+    assert got is not None
+    assert bool(got.isnan().all())
+
+
+def test_a_row_among_others_is_what_it_is_alone() -> None:
+    torch.manual_seed(1)
+    rows = [(4, 640, 601, 777), (4, 64, 30, 120)]
+    case = packed(rows, 2, 3, 1, 64, 2)
+    both = kernels.attend_decode(case.query, case.layer, None, scaling=0.125)
+    assert isinstance(case.layer, PackedLayer) and case.layer.keys and case.layer.values and both is not None
+    keys, values = case.layer.keys, case.layer.values
+    second = slice(1, 2)
+    alone = PackedLayer(
+        *(part[second] if isinstance(part, Tensor) else part for part in case.layer[:2]),
+        [4],
+        keys._replace(words=keys.words[second], scale=keys.scale[second], minimum=keys.minimum[second]),
+        [64],
+        values._replace(words=values.words[second], scale=values.scale[second], minimum=values.minimum[second]),
+        [30],
+        case.layer.tail_keys[second],
+        case.layer.tail_values[second],
+        [120],
+    )
+    one = kernels.attend_decode(case.query[second], alone, None, scaling=0.125)
+    assert one is not None
+    assert torch.allclose(one, both[second], atol=1e-6)
+
+
+def test_as_the_reference_over_a_store() -> None:
+    torch.manual_seed(2)
+    store = DenseStore(2)
+    for columns in (70, 1):
+        store.append(*torch.randn(2, 2, 3, columns, 64), [columns, columns])
+    query = torch.randn(2, 3, 2, 1, 64)
+    right, _ = reference.attend(query, store, lambda start, stop: None, scaling=0.125)
+    got = kernels.attend_decode(query, store.layout(), None, scaling=0.125)
+    assert got is not None
+    assert error(got, right.double()) < FLOAT_ERROR
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_the_number_of_threads_changes_nothing(threads: int) -> None:
+    torch.manual_seed(3)
+    case = packed([(0, 2048, 2000, 2100)], 1, 4, 1, 64, 2)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        right = kernels.attend_decode(case.query, case.layer, None, scaling=0.125)
+        torch.set_num_threads(threads)
+        got = kernels.attend_decode(case.query, case.layer, None, scaling=0.125)
+    finally:
+        torch.set_num_threads(before)
+    assert right is not None and got is not None
+    assert torch.equal(got, right)
+
+
+def test_what_has_no_kernel_is_left_to_the_reference() -> None:
+    options = {"scaling": 1.0}
+    odd_width = dense([40], 1, 1, 1, 72)
+    assert kernels.attend_decode(odd_width.query, odd_width.layer, None, **options) is None
+    small_groups = packed([(0, 64, 64, 70)], 1, 1, 1, 64, 2, group_size=16)
+    assert kernels.attend_decode(small_groups.query, small_groups.layer, None, **options) is None
+    double = dense([40], 1, 1, 1, 64, torch.float64)
+    assert kernels.attend_decode(double.query, double.layer, None, **options) is None
