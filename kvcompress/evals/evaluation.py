@@ -100,7 +100,7 @@ def _empty_result(lm: CompressedLM, name: str, task: Task, settings: Settings, m
 def _run(lm: CompressedLM, task: Task, settings: Settings, result: EvalResult) -> dict[str, Any] | None:
     """Runs one task and fills `result`; lm-eval's own results, None where it failed."""
     lm.uses, lm.truncated = [], 0
-    start = time.perf_counter()
+    start, configured = time.perf_counter(), task.config.num_fewshot
     try:
         _prepare(task, settings, result.num_fewshot)
         tasks: Any = {"tasks": {result.task: task}, "groups": {}}
@@ -117,6 +117,8 @@ def _run(lm: CompressedLM, task: Task, settings: Settings, result: EvalResult) -
     except Exception as error:
         result.status, result.error = "failed", f"{type(error).__name__}: {error}".strip().splitlines()[0][:500]
         found = None
+    finally:
+        task.config.num_fewshot = configured
     result.seconds = time.perf_counter() - start
     gc.collect()
     if torch.cuda.is_available():

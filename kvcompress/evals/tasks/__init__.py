@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvcompress.evals.generate import nearest
+
 if TYPE_CHECKING:
     from lm_eval.api.task import Task
     from lm_eval.tasks import TaskManager
@@ -38,7 +40,8 @@ def find_tasks(
     unknown = [name for name, config in zip(names, found, strict=True) if config is None]
     if unknown:
         known = sorted(name for name, entry in manager.task_index.items() if is_own(entry.yaml_path))
-        raise ValueError(f"unknown task {unknown[0]!r}: expected a task of lm-eval or one of {', '.join(known)}")
+        near = nearest(unknown[0], manager.task_index)
+        raise ValueError(f"unknown task {unknown[0]!r}: expected a task of lm-eval or one of {', '.join(known)}{near}")
     return manager, [config for config in found if config is not None]
 
 
