@@ -33,7 +33,7 @@ def write_details(folder: Path, config_hash: str, sample: int, details: Details)
     kept = details.kept if sample == 0 else []
     arrays = {f"kept_{index}": positions.cpu().numpy().astype(np.int32) for index, positions in enumerate(kept)}
     out = io.BytesIO()
-    np.savez_compressed(out, kl=details.kl.cpu().numpy().astype(np.float32), **arrays)
+    np.savez_compressed(out, allow_pickle=False, kl=details.kl.cpu().numpy().astype(np.float32), **arrays)
     write_whole(path, out.getvalue())
 
 

@@ -26,7 +26,7 @@ from tests.tiny import save_tiny
 
 METHODS = [
     "exact",
-    "snapkv(budget=[16, 24], window=8)",
+    "snapkv(budget=16, window=8)",
     "streaming_llm(sinks=2, window=14)",
     "kivi(group_size=8, residual=16)",
 ]

@@ -290,7 +290,7 @@ def _streaming_section(streams: Sequence[StreamRecord]) -> Section | None:
         part = Section(f"{model}, {dtype} on {device}, {max(line.end for line in group)} tokens", [text])
         rows = streaming_summary.summarise(group)
         cells = [[Cell(text, _number(text)) for text in row.cells()] for row in rows]
-        head = list(streaming_summary.COLUMNS)
+        head: list[str] = list(streaming_summary.COLUMNS)
         caption = "Q1 to Q4: quarters of the text. Grew: stored KV at the end over that half way."
         part.tables.append(Table(caption, head, cells))
         part.figures = _streaming_figures(number, group) if rows else []
