@@ -29,7 +29,7 @@ METHODS = [
     "exact",
     "streaming_llm(sinks=2, window=12)",
     "streaming_llm(sinks=2, window=12, positions='original')",
-    "h2o(heavy=6, recent=6)",
+    "h2o(budget=0.5)",
     SNAPKV,
     "snapkv(budget=0.5, window=4, positions='cache')",
     KIVI,
@@ -345,14 +345,15 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path)
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert path.read_bytes() == before
         assert list(tmp_path.iterdir()) == [path]
-        for nowhere in (tmp_path / "missing" / "cache", path / "cache", tmp_path):
+        (tmp_path / "folder").mkdir()
+        for nowhere in (tmp_path / "missing" / "cache", path / "cache", tmp_path / "folder"):
             with pytest.raises(CacheError, match="could not be written to") as error:
                 cache.save(nowhere)
             assert str(nowhere) in str(error.value)
         wrapped(text()[0][:, :1], cache=cache)
         cache.save(path)
         assert kvc.load_cache(path, wrapped.model).seen.tolist() == [43, 30]
-        assert list(tmp_path.iterdir()) == [path]
+        assert sorted(tmp_path.iterdir()) == [path, tmp_path / "folder"]
 
 
 def test_what_cannot_be_saved_says_why(tmp_path: Path) -> None:

@@ -54,7 +54,12 @@ class Reuse:
         cache = self.cache
         cache.recorder = None
         if not isinstance(self._method, Exact):
-            cache.become(cache.compress_as(self._method, self._rotaries))
+            try:
+                cache.become(cache.compress_as(self._method, self._rotaries))
+            except BaseException:
+                self._restore()
+                raise
+        self.owner.count(self.rows, self.rows * self.columns, self.rows * self._reused)
 
     def _begin(self) -> None:
         cache, owner = self.cache, self.owner
@@ -77,7 +82,6 @@ class Reuse:
         step = self.chunk or (owner.checkpoint if cache.gathers_scores else self.columns)
         stops = [*range(self._reused - self._reused % step + step, self.columns, step), self.columns]
         self.parts = [slice(start, stop) for start, stop in zip([self._reused, *stops], stops, strict=False)]
-        owner.count(self.rows, self.rows * self.columns, self.rows * self._reused)
 
     def before_eviction(self, layer: CacheLayer) -> None:
         """Keeps the KV of this call before a sliding layer drops it."""

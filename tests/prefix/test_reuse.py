@@ -28,6 +28,7 @@ METHODS = [
     'snapkv(budget=48, window=8, positions="cache")',
     "kivi(bits=2, group_size=8, residual=16)",
     "snapkv(budget=48, window=8) | kivi(bits=4, group_size=8, residual=16)",
+    'snapkv(budget="30KiB", window=8)',
     "h2o(heavy=24, recent=24) | kivi(bits=4, group_size=8, residual=16)",
 ]
 
@@ -278,6 +279,18 @@ def test_a_failed_prefill_lets_go_and_leaves_the_cache_empty() -> None:
         model.model.norm.weight.data.copy_(weight)
         _, logits = run(wrapped, SECOND, cache)
         assert torch.equal(logits, run(wrapped, SECOND)[1])
+
+
+def test_a_method_that_cannot_compress_leaves_the_cache_empty_too() -> None:
+    model = tiny_llama()
+    store = PrefixCache(model)
+    with kvc.wrap(model, 'snapkv(budget="100B", window=8)', prefix_cache=store) as wrapped:
+        cache = wrapped.new_cache()
+        with pytest.raises(ValueError, match="a budget of 100 bytes does not hold one token"):
+            wrapped.prefill(FIRST, cache=cache)
+    assert (cache.columns, store.pinned_bytes, store.counts.prompts) == (0, 0, 0)
+    with store.match(FIRST[0]) as found:
+        assert found.tokens == 160  # exact KV all the same
 
 
 @pytest.mark.parametrize("shared", [True, False])
