@@ -313,6 +313,7 @@ class Wrapped:
         """Tells the cache where the prompt of `generate` ends, then runs the model's own prefill."""
         cache = model_kwargs.get(self.cache_name)
         prompt: AbstractContextManager[Reuse | None] = nullcontext()
+        further: list[tuple[Tensor, Tensor]] | None = None
         if isinstance(cache, CompressedCache):
             mask = model_kwargs.get("attention_mask")
             embeds = model_kwargs.get("inputs_embeds")
@@ -331,10 +332,17 @@ class Wrapped:
             others = set(model_kwargs) - {"attention_mask", "position_ids", self.cache_name}
             alone = chunk is None and not any(isinstance(model_kwargs[name], Tensor) for name in others)
             prompt = self._prompt(cache, counts, columns, input_ids if alone else None, chunk)
+            if cache.columns and chunk is not None:
+                # transformers 5.17 cuts the mask and positions of a further turn's chunks at the wrong columns.
+                new = input_ids[:, -columns:]
+                padding = torch.ones_like(new) if mask is None else mask[:, -columns:]
+                further = list(zip(new.split(chunk, 1), padding.split(chunk, 1), strict=True))
         own: Any = type(self.model)
         with prompt as reuse:
             for part in reuse.parts[:-1] if reuse is not None else ():
                 self(input_ids[:, part], cache, **self._last_logits)
+            if further is not None:
+                return [self(new, cache, padding, **self._last_logits) for new, padding in further][-1]
             return own._prefill(self.model, input_ids, generation_config, model_kwargs, *args, **kwargs)
 
     def _configs(self) -> list[Any]:
