@@ -73,7 +73,7 @@ def rich_table(head: Sequence[str], rows: Sequence[Sequence[str]], title: str, c
     """A table for a terminal."""
     table = Table(title=title, caption=caption, show_lines=True)
     for column in head:
-        table.add_column(column)
+        table.add_column(column, overflow="fold")
     for row in rows:
         table.add_row(*row)
     return table
