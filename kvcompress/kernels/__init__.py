@@ -47,6 +47,23 @@ def attend_decode(
     return fast and fast.attend_decode(query, layer, allowed, scaling=scaling, softcap=softcap, sinks=sinks)
 
 
+def attend_decode_with_sums(
+    query: Tensor,
+    layer: DenseLayer | PackedLayer,
+    allowed: Tensor | None,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor] | None:
+    """As `attend_decode`, with the sum over the queries of each key's softmax column.
+
+    The sums are fp32 [B, H, S], averaged over the G query heads, and 0 behind the end of a shorter row.
+    """
+    fast = _fast(query.device.type, "cpu", None)
+    return fast and fast.attend_decode_with_sums(query, layer, allowed, scaling=scaling, softcap=softcap, sinks=sinks)
+
+
 def attend_with_sums(
     query: Tensor,
     keys: Tensor,

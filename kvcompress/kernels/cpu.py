@@ -34,6 +34,12 @@ def merge_kernel() -> Kernel:
     return compile_kernel("merge", cpu_decode.merge, PARAMETERS)
 
 
+@cache
+def columns_kernel() -> Kernel:
+    """The kernel that adds up the columns of the weights."""
+    return compile_kernel("columns", cpu_decode.add_columns, PARAMETERS)
+
+
 def attend_decode(
     query: Tensor,
     layer: DenseLayer | PackedLayer,
@@ -44,24 +50,55 @@ def attend_decode(
     sinks: Tensor | None = None,
 ) -> Tensor | None:
     """See `kvcompress.kernels.attend_decode`."""
-    if isinstance(layer, DenseLayer):
-        none = [0] * len(layer.lengths)
-        layer = PackedLayer(None, None, none, None, none, None, none, layer.keys, layer.values, layer.lengths)
-    plain = layer.keys is None and layer.values is None
-    if not takes(query, layer) or (plain and softcap is None and sinks is None and not pays(query, layer)):
+    layer = as_packed(layer)
+    plain = layer.keys is None and layer.values is None and softcap is None and sinks is None
+    if not takes(query, layer) or (plain and not pays(query, layer)):
         return None
+    return run(query, layer, allowed, scaling, softcap, sinks)[0]
+
+
+def attend_decode_with_sums(
+    query: Tensor,
+    layer: DenseLayer | PackedLayer,
+    allowed: Tensor | None,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor] | None:
+    """See `kvcompress.kernels.attend_decode_with_sums`."""
+    layer = as_packed(layer)
+    if not takes(query, layer):
+        return None
+    return run(query, layer, allowed, scaling, softcap, sinks, sum_columns=True)
+
+
+def run(
+    query: Tensor,
+    layer: PackedLayer,
+    allowed: Tensor | None,
+    scaling: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+    sum_columns: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Output [B, H, G, T, D] and, where asked for, column sums fp32 [B, H, S]; else nothing that means anything."""
     batch, heads, groups, columns, dim = query.shape
-    rows, threads = groups * columns, torch.get_num_threads()
+    rows, threads, slots = groups * columns, torch.get_num_threads(), max(layer.lengths)
     blocks, lines = -(-rows // ROWS), min(rows, ROWS)
     wanted = max(TASKS, 2 * threads) // (batch * heads * blocks)
-    parts = max(1, min(wanted, -(-max(layer.lengths) // TILE)))
+    parts = max(1, min(wanted, -(-slots // TILE)))
     tasks = batch * heads * blocks * parts
     wide = query.to(torch.float32).contiguous()
     out = torch.empty_like(wide)
     left = torch.empty(tasks * lines * (dim + 2))
     scratch = torch.empty(thread_count(tasks) * SCRATCH_BYTES, dtype=torch.uint8)
     extra = torch.full((heads, groups), -torch.inf) if sinks is None else sinks.to(torch.float32).contiguous()
-    seen = None if allowed is None else mask(allowed, (batch, heads, columns, max(layer.lengths)))
+    seen = None if allowed is None else mask(allowed, (batch, heads, columns, slots))
+    line = slots + DIM_STEP  # logits are written in whole vectors
+    kept = torch.empty((batch, heads, rows, line) if sum_columns else 0)
+    ends = torch.empty((batch, heads, rows, 2) if sum_columns else 0)
+    sums = torch.zeros((batch, heads, line) if sum_columns else 0)
     numbers = {
         "tasks": tasks,
         "scratch": scratch.data_ptr(),
@@ -69,6 +106,10 @@ def attend_decode(
         "left": left.data_ptr(),
         "out": out.data_ptr(),
         "sinks": extra.data_ptr(),
+        "logits": kept.data_ptr() if sum_columns else 0,
+        "logits_line": 4 * line,
+        "ends": ends.data_ptr(),
+        "sums": sums.data_ptr(),
         "batch": batch,
         "heads": heads,
         "queries": rows,
@@ -96,9 +137,21 @@ def attend_decode(
     call = Call(PARAMETERS, numbers, counts=counts, next_task=[0, 0])
     bits = layer.keys.bits if layer.keys else layer.values.bits if layer.values else None
     decode_kernel(bits, layer.tail_keys.dtype).run(call.address, tasks)
-    call.again(tasks=batch * heads * rows, next_task=0)
-    merge_kernel().run(call.address, 1 if left.numel() < LITTLE else batch * heads * rows)
-    return out.to(query.dtype)
+    tasks = batch * heads * rows
+    call.again(tasks=tasks, next_task=0)
+    merge_kernel().run(call.address, 1 if left.numel() < LITTLE else tasks)
+    if sum_columns:
+        call.again(tasks=batch * heads, next_task=0)
+        columns_kernel().run(call.address, 1 if kept.numel() < LITTLE else batch * heads)
+    return out.to(query.dtype), sums[..., :slots]
+
+
+def as_packed(layer: DenseLayer | PackedLayer) -> PackedLayer:
+    """A layer in full precision as one of which nothing is packed yet."""
+    if isinstance(layer, PackedLayer):
+        return layer
+    none = [0] * len(layer.lengths)
+    return PackedLayer(None, None, none, None, none, None, none, layer.keys, layer.values, layer.lengths)
 
 
 def takes(query: Tensor, layer: PackedLayer) -> bool:

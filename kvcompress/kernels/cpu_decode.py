@@ -15,7 +15,7 @@ from kvcompress.kernels.cpu_math import exp
 from kvcompress.kernels.cpu_packed import MOST_VALUE_GROUPS, packed_logits, packed_mix, unpack_scales
 from kvcompress.kernels.cpu_rows import ROW, TILE, TOGETHER, in_fours
 from kvcompress.kernels.cpu_softmax import LOWEST, cap_logits, mask_logits, pad_logits, weigh
-from kvcompress.kernels.cpu_values import FLOAT, INT64, WIDTH, Value
+from kvcompress.kernels.cpu_values import FLOAT, INT32, INT64, WIDTH, Value
 
 ROWS = 32  # of queries in one task
 SUMS, LOGITS, FOLDED = ROWS * ROW, 2 * ROWS * ROW, 3 * ROWS * ROW
@@ -31,7 +31,11 @@ PARAMETERS = [
     "query",  # fp32 [B, H, M, D]
     "left",  # fp32 [tasks, lines, D + 2]
     "out",  # fp32 [B, H, M, D]
-    "sinks",  # fp32 [H, M / T], or 0
+    "sinks",  # fp32 [H, M / T]
+    "logits",  # fp32 [B, H, M, line], kept for the column sums, or 0
+    "logits_line",  # bytes
+    "ends",  # fp32 [B, H, M, 2]: largest logit and the share of each weight, if logits are kept
+    "sums",  # fp32 [B, H, line]
     "counts",  # int64 [4, B]: front, packed keys, packed values and all slots of a row
     "batch",
     "heads",
@@ -94,6 +98,11 @@ def finish_logits(task: Task, slot: Value, tokens: Value) -> None:
         column = (task.first + row.index) % p.columns
         mask_logits(logits + row.index * ROW, task.place("allowed") + column * p.allowed_third + slot, tokens)
     pad_logits(logits, task.rows, tokens)
+    with code.when(p.logits > 0), code.loop(0, task.rows) as row:
+        query = (task.row * p.heads + task.head) * p.queries + task.first + row.index
+        with code.loop(0, tokens, WIDTH) as token:
+            kept = code.load(logits + row.index * ROW + token.index * 4)
+            code.store(p.logits + query * p.logits_line + (slot + token.index) * 4, kept)
     weigh(logits, task.scratch + SUMS, task.scratch + TOPS, task.scratch + TOTALS, p.dim, task.rows, tokens)
 
 
@@ -217,3 +226,23 @@ def merge(p: Parameters) -> None:
                 factor = code.load(at + p.dim * 4, FLOAT).splat()
                 part.carried = [code.load(at + d.index * 4).times_plus(factor, part.carried[0])]
             code.store(p.out + (number * p.dim + d.index) * 4, part.carried[0] * share)
+        with code.when(p.logits > 0):
+            code.store(p.ends + number * 8, top)
+            code.store(p.ends + number * 8 + 4, share.first())
+
+
+def add_columns(p: Parameters) -> None:
+    """The kernel of every thread that adds up the columns of kept logits; a task is one KV head of one row."""
+    code = p.code
+    with code.tasks(p.next_task, p.tasks) as number:
+        length = code.load(p.counts + (p.batch * 3 + number // p.heads) * 8, INT64)
+        average = code.float(1.0) / (p.queries // p.columns).convert(FLOAT)
+        with code.loop(0, length, WIDTH) as slot:
+            with code.loop(0, p.queries, carried=[code.floats(0.0)]) as each:
+                query = number * p.queries + each.index
+                top, share = (code.load(p.ends + query * 8 + at, FLOAT).splat() for at in (0, 4))
+                logit = code.load(p.logits + query * p.logits_line + slot.index * 4)
+                each.carried = [exp(logit - top).times_plus(share, each.carried[0])]
+            inside = code.ints(range(WIDTH)) < (length - slot.index).cut(INT32).splat()
+            place = p.sums + number * p.logits_line + slot.index * 4
+            code.store(place, (each.carried[0] * average.splat()).where(inside, 0.0))

@@ -44,8 +44,13 @@ def check(
     assert got is not None
     assert got.dtype == case.query.dtype
     seen = case.inside if allowed is None else case.inside & allowed
-    right = weights64(case.query, case.keys, seen, **options) @ case.values.unsqueeze(2)
+    weights = weights64(case.query, case.keys, seen, **options)
+    right = weights @ case.values.unsqueeze(2)
     assert error(got, right) < ROUNDING[case.query.dtype]
+    both = kernels.attend_decode_with_sums(case.query, case.layer, allowed, **options)
+    assert both is not None
+    assert torch.equal(both[0], got)
+    assert error(both[1], weights.sum(3).mean(2)) < FLOAT_ERROR
 
 
 def random_mask(case: Case, share: float, heads: int = 1) -> Tensor:
