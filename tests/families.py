@@ -63,7 +63,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "qwen3": _narrow(num_hidden_layers=3, max_window_layers=2, **_SLIDING),
     "qwen3_moe": _narrow(num_experts=4, moe_intermediate_size=24, **_MOE),
     "phi": _wide(rope_parameters=_partial(0.5)),
-    "gemma2": _narrow(num_hidden_layers=4, layer_types=_MIXED, sliding_window=WINDOW, query_pre_attn_scalar=16),
+    "gemma2": _narrow(
+        num_hidden_layers=4,
+        layer_types=_MIXED,
+        sliding_window=WINDOW,
+        query_pre_attn_scalar=16,
+        attn_logit_softcapping=2.0,  # low enough to matter
+    ),
     "gemma3_text": _narrow(num_hidden_layers=4, layer_types=_MIXED, sliding_window=WINDOW),
     "gpt_neox": _wide(rope_parameters=_partial(0.25)),
     "gpt2": {
