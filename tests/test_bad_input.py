@@ -242,12 +242,12 @@ def test_outside_of_the_block_nothing_runs() -> None:
     for call in (wrapped, wrapped.prefill, wrapped.generate):
         with pytest.raises(WrapError, match=r"the model is not wrapped here; use `with wrap\(model, method\)"):
             call(ids)
-    for call in (wrapped.model, wrapped.model.generate):
-        with (
-            torch.no_grad(),
-            pytest.raises(CacheError, match="used outside of a wrapped model's forward pass; pass it"),
-        ):
-            call(ids, **{wrapped.cache_name: cache})
+    over_it = {wrapped.cache_name: cache}
+    reason = "used outside of a wrapped model's forward pass; pass it"
+    with torch.no_grad(), pytest.raises(CacheError, match=reason):
+        wrapped.model(ids, **over_it)
+    with pytest.raises(CacheError, match=reason):
+        wrapped.model.generate(ids, **over_it, **NEW)
     with wrapped:
         assert wrapped(ids, cache=cache).logits.shape == (1, 20, VOCABULARY)
 
