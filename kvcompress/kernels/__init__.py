@@ -23,7 +23,7 @@ def _fast(device: str, on_cpu: str, on_cuda: str | None) -> ModuleType | None:
             return import_module(f"kvcompress.kernels.{on_cpu}")
         if device == "cuda" and on_cuda is not None:
             return import_module(f"kvcompress.kernels.{on_cuda}")
-    except ImportError:  # Numba or Triton is not installed
+    except (ImportError, OSError):  # Numba or Triton is not installed, or cannot be loaded
         pass
     return None
 

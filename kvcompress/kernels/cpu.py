@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from kvcompress.kernels import cpu_decode
-from kvcompress.kernels.cpu_compile import DTYPES, Call, compile_kernel, float_bits, gapless, stored
+from kvcompress.kernels.cpu_call import DTYPES, Call, float_bits, gapless, stored
+from kvcompress.kernels.cpu_compile import compile_kernel
 from kvcompress.kernels.cpu_decode import MOST_VALUE_GROUPS, PARAMETERS, ROWS, SCRATCH_BYTES
 from kvcompress.kernels.cpu_rows import DIM_STEP, MOST_DIM, TILE
 from kvcompress.kernels.cpu_threads import Kernel, thread_count
@@ -91,14 +92,14 @@ def run(
     tasks = batch * heads * blocks * parts
     wide = query.to(torch.float32).contiguous()
     out = torch.empty_like(wide)
-    left = torch.empty(tasks * lines * (dim + 2))
-    scratch = torch.empty(thread_count(tasks) * SCRATCH_BYTES, dtype=torch.uint8)
-    extra = torch.full((heads, groups), -torch.inf) if sinks is None else sinks.to(torch.float32).contiguous()
+    left = wide.new_empty(tasks * lines * (dim + 2))
+    scratch = wide.new_empty(thread_count(tasks) * SCRATCH_BYTES // 4)
+    extra = wide.new_full((heads, groups), -torch.inf) if sinks is None else sinks.to(torch.float32).contiguous()
     seen = None if allowed is None else mask(allowed, (batch, heads, columns, slots))
     line = slots + DIM_STEP  # logits are written in whole vectors
-    kept = torch.empty((batch, heads, rows, line) if sum_columns else 0)
-    ends = torch.empty((batch, heads, rows, 2) if sum_columns else 0)
-    sums = torch.zeros((batch, heads, line) if sum_columns else 0)
+    kept = wide.new_empty((batch, heads, rows, line) if sum_columns else 0)
+    ends = wide.new_empty((batch, heads, rows, 2) if sum_columns else 0)
+    sums = wide.new_zeros((batch, heads, line) if sum_columns else 0)
     numbers = {
         "tasks": tasks,
         "scratch": scratch.data_ptr(),

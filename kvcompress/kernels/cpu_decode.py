@@ -9,7 +9,8 @@ scales and minima of a tile's values, and last the largest logit and the sum of 
 
 from dataclasses import dataclass
 
-from kvcompress.kernels.cpu_compile import Parameters, stored_names
+from kvcompress.kernels.cpu_call import stored_names
+from kvcompress.kernels.cpu_compile import Parameters
 from kvcompress.kernels.cpu_dense import dense_logits, dense_mix
 from kvcompress.kernels.cpu_math import exp
 from kvcompress.kernels.cpu_packed import MOST_VALUE_GROUPS, packed_logits, packed_mix, unpack_scales

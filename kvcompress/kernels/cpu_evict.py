@@ -6,7 +6,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-from kvcompress.kernels.cpu_compile import Call, Parameters, compile_kernel, gapless, stored, stored_names
+from kvcompress.kernels.cpu_call import Call, gapless, stored, stored_names
+from kvcompress.kernels.cpu_compile import Parameters, compile_kernel
 from kvcompress.kernels.cpu_threads import Kernel
 from kvcompress.kernels.cpu_values import INT32, INT64
 

@@ -8,7 +8,8 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from kvcompress.kernels.cpu_compile import DTYPES, Call, Parameters, compile_kernel, gapless, stored, stored_names
+from kvcompress.kernels.cpu_call import DTYPES, Call, gapless, stored, stored_names
+from kvcompress.kernels.cpu_compile import Parameters, compile_kernel
 from kvcompress.kernels.cpu_dense import ITEM
 from kvcompress.kernels.cpu_math import TO_INTEGER
 from kvcompress.kernels.cpu_rows import DIM_STEP, load_stored, totals

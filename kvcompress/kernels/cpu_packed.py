@@ -42,10 +42,10 @@ def contract(
     with code.loop(0, words, carried=zeros(code, 2 * rows)) as word:
         at = codes + word.index * stride
         code.prefetch(at + AHEAD)
-        pair = [code.load(each, SHORTS).convert(INTS) << 1 for each in (at, at + upper)]
+        pair = [(code.load(each, SHORTS).convert(INTS) << 1) | EXPONENT for each in (at, at + upper)]
         for i in range(per_word):
             top = (2**bits - 1) << (bits * i)  # twice the middle code, where code i lies
-            lanes = [((each & (2 * top)) | EXPONENT).bits_as(FLOATS) - (2.0**23 + top) for each in pair]
+            lanes = [(each & (EXPONENT | 2 * top)).bits_as(FLOATS) - (2.0**23 + top) for each in pair]
             word.carried = accumulate(word.carried, weights + (word.index * (4 * per_word) + 4 * i), lanes)
     return word.carried
 

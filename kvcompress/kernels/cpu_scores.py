@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from kvcompress.kernels import cpu_sums
-from kvcompress.kernels.cpu_compile import DTYPES, Call, compile_kernel, float_bits, stored
+from kvcompress.kernels.cpu_call import DTYPES, Call, float_bits, stored
+from kvcompress.kernels.cpu_compile import compile_kernel
 from kvcompress.kernels.cpu_rows import DIM_STEP, MOST_DIM
 from kvcompress.kernels.cpu_sums import LANES, PARAMETERS, STEP, scratch_bytes
 from kvcompress.kernels.cpu_threads import Kernel, thread_count
@@ -41,7 +42,7 @@ def attend_with_sums(
         return None
     if MATRIX_UNITS and keys.dtype != torch.float32:
         return None  # torch's attention in 16 bits and the sums alone take no longer
-    out = torch.empty(query.shape)
+    out = query.new_empty(query.shape, dtype=torch.float32)
     sums = run(query, keys, values, out, causal_limits(query, past), scaling, softcap, sinks)
     return out.to(query.dtype), sums
 
@@ -114,9 +115,9 @@ def run(
     parts = max(1, min(blocks, max(TASKS, 2 * torch.get_num_threads()) // (batch * heads)))
     tasks, line = batch * heads * parts, (slots + STEP - 1) // STEP * STEP
     wide = query.to(torch.float32).contiguous()
-    extra = torch.full((heads, groups), -torch.inf) if sinks is None else sinks.to(torch.float32).contiguous()
-    sums = torch.zeros(batch, heads, parts, line)
-    scratch = torch.empty(thread_count(tasks) * scratch_bytes(slots), dtype=torch.uint8)
+    extra = wide.new_full((heads, groups), -torch.inf) if sinks is None else sinks.to(torch.float32).contiguous()
+    sums = wide.new_zeros(batch, heads, parts, line)
+    scratch = wide.new_empty(thread_count(tasks) * scratch_bytes(slots) // 4)
     numbers = {
         "tasks": tasks,
         "scratch": scratch.data_ptr(),

@@ -10,7 +10,8 @@ Scratch of one thread: queries and outputs as [D, LANES], a tile of keys or valu
 
 from dataclasses import dataclass
 
-from kvcompress.kernels.cpu_compile import Parameters, stored_names
+from kvcompress.kernels.cpu_call import stored_names
+from kvcompress.kernels.cpu_compile import Parameters
 from kvcompress.kernels.cpu_dense import ITEM
 from kvcompress.kernels.cpu_math import exp, tanh
 from kvcompress.kernels.cpu_rows import MOST_DIM, accumulate, load_stored, totals, zeros

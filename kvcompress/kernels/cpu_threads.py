@@ -20,8 +20,8 @@ import torch
 class Kernel:
     """Machine code `void kernel(void* parameters)`: each thread that calls it takes tasks until none are left."""
 
-    def __init__(self, address: int) -> None:
-        self.address = address
+    def __init__(self, address: int, owner: object) -> None:
+        self.address, self.owner = address, owner
         self.function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
 
     def run(self, parameters: int, tasks: int) -> None:

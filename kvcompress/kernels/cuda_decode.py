@@ -260,10 +260,12 @@ def attend_decode(
     parts = part_count(query.device, batch * heads, triton.cdiv(max(layer.lengths), tile))
     flat, device = query.contiguous(), query.device
     out = torch.empty_like(flat)
-    left = torch.empty(batch, heads, parts, rows, width + 2, device=device)
+    left = torch.empty(batch, heads, parts, rows, width + 2, dtype=torch.float32, device=device)
     held = [layer.fronts, layer.key_counts, layer.value_counts, layer.lengths]
     counts = torch.tensor(held, dtype=torch.int64).to(device, non_blocking=True)
-    extra = torch.full((heads, groups), -torch.inf, device=device) if sinks is None else sinks.float().contiguous()
+    extra = (
+        flat.new_full((heads, groups), -torch.inf, dtype=torch.float32) if sinks is None else sinks.float().contiguous()
+    )
     seen = counts if allowed is None else allowed.expand(batch, heads, columns, -1)
     if allowed is not None and seen.stride(-1) != 1:
         seen = seen.contiguous()

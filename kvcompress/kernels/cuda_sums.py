@@ -132,9 +132,11 @@ def column_sums(
     if query.dtype != keys.dtype or query.dtype not in known or keys.stride(-1) != 1 or keys.shape[-1] != dim:
         return None
     flat, device = query.contiguous(), query.device
-    extra = torch.full((heads, groups), -torch.inf, device=device) if sinks is None else sinks.float().contiguous()
-    log_totals = torch.empty(batch, heads, groups, columns, device=device)
-    out = torch.empty(batch, heads, slots, device=device)
+    extra = (
+        flat.new_full((heads, groups), -torch.inf, dtype=torch.float32) if sinks is None else sinks.float().contiguous()
+    )
+    log_totals = torch.empty(batch, heads, groups, columns, dtype=torch.float32, device=device)
+    out = torch.empty(batch, heads, slots, dtype=torch.float32, device=device)
     width = max(16, triton.next_power_of_2(dim))
     block = LARGE_BLOCK if query.element_size() == 2 and width <= 128 else SMALL_BLOCK
     sizes = {"QUERIES": block, "KEYS": block, "DIM": width}

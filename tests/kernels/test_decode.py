@@ -195,3 +195,18 @@ def test_what_has_no_kernel_is_left_to_the_reference() -> None:
     assert kernels.attend_decode(small_groups.query, small_groups.layer, None, **options) is None
     double = dense([40], 1, 1, 1, 64, torch.float64)
     assert kernels.attend_decode(double.query, double.layer, None, **options) is None
+
+
+def test_torchs_default_dtype_and_device_do_not_matter() -> None:
+    torch.manual_seed(4)
+    case = packed([(4, 256, 200, 300)], 2, 3, 1, 64, 2)
+    right = kernels.attend_decode_with_sums(case.query, case.layer, None, scaling=0.125)
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float16)
+        with torch.device("meta"):
+            got = kernels.attend_decode_with_sums(case.query, case.layer, None, scaling=0.125)
+    finally:
+        torch.set_default_dtype(before)
+    assert right is not None and got is not None
+    assert all(torch.equal(new, old) for new, old in zip(got, right, strict=True))

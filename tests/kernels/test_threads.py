@@ -18,7 +18,8 @@ pytest.importorskip("numba", reason="the CPU kernels need Numba (kvcompress[cpu]
 from numba.core import caching
 
 from kvcompress.kernels import cpu_threads
-from kvcompress.kernels.cpu_compile import Call, Parameters, compile_kernel
+from kvcompress.kernels.cpu_call import Call
+from kvcompress.kernels.cpu_compile import Parameters, compile_kernel
 from kvcompress.kernels.cpu_values import RUNS_HERE
 
 pytestmark = pytest.mark.skipif(not RUNS_HERE, reason="this processor lacks vectors, FMA or fp16 conversion")
