@@ -208,6 +208,7 @@ class _Run:
     ) -> tuple[Tensor, None]:
         layer, heads = module.layer_idx, key.shape[1]
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        dtype = query.dtype
         query = query.double().unflatten(1, (heads, -1))
         key, value = key.double(), value.double()
         stored = _Stored(key, value, self.calls, layer, self.padding)
@@ -231,7 +232,7 @@ class _Run:
             weights[..., start:stop, :] = probabilities
             output[..., start:stop, :] = probabilities @ values[:, :, None]
         self.probabilities.append(weights)
-        return output.flatten(1, 2).transpose(1, 2).float().contiguous(), None
+        return output.flatten(1, 2).transpose(1, 2).to(dtype).contiguous(), None
 
     def _allowed(self, kept: Tensor, heads: int, start: int, stop: int, total: int) -> tuple[Tensor, Tensor]:
         """Which columns may be looked at in this call [B, H, N] (causality apart), and each one's slot."""

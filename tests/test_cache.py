@@ -14,7 +14,7 @@ from kvcompress.rope import rotaries
 from kvcompress.stores.packed import PackedStore
 from tests.families import VOCABULARY, tiny
 from tests.oracle import oracle, recording
-from tests.turns import METHODS, Script, check_kept, scripts
+from tests.turns import METHODS, Script, Turn, check_kept, scripts
 
 MODEL = tiny("llama")
 SLIDING = tiny("gemma2")
@@ -214,3 +214,19 @@ def test_what_a_cache_does_not_do_is_refused_by_name() -> None:
         layer = wrapped.new_cache().layers[0]
         with pytest.raises(kvc.CacheError, match="is gone"):
             _ = layer.cache
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("method", METHODS[1::3])
+def test_half_precision_is_stored_as_it_is_and_scored_in_single(method: str, dtype: torch.dtype) -> None:
+    model = copy.deepcopy(MODEL).to(dtype)
+    turns = [Turn(61, 25, [1, 6, 1])]
+    with kvc.wrap(model, method) as wrapped, recording(wrapped) as calls:
+        cache = wrapped.new_cache()
+        Script(IDS[:, :69], [0, 9], turns).play(wrapped, cache)
+    moves = wrapped.method.position_mode == "cache"
+    assert oracle(model, calls, [0, 9], rotaries(model) if moves else None).error(calls) < 0.05
+    for layer in cache.layers:
+        assert {part.buffer.dtype for part in layer.store.filled} == {dtype}
+        assert layer.store.scores is None or layer.store.scores.buffer.dtype == torch.float32
+    assert cache.exact_nbytes == 2 * (69 + 60) * 2 * 2 * 16 * 2
