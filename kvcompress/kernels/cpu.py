@@ -8,7 +8,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from kvcompress.kernels import cpu_decode
+from kvcompress.kernels import cpu_decode, cpu_merge
 from kvcompress.kernels.cpu_call import DTYPES, Call, float_bits, gapless, stored
 from kvcompress.kernels.cpu_compile import compile_kernel
 from kvcompress.kernels.cpu_decode import MOST_VALUE_GROUPS, PARAMETERS, ROWS, SCRATCH_BYTES
@@ -32,13 +32,13 @@ def decode_kernel(bits: int | None, dtype: torch.dtype) -> Kernel:
 @cache
 def merge_kernel() -> Kernel:
     """The kernel that makes the output of what the parts left."""
-    return compile_kernel("merge", cpu_decode.merge, PARAMETERS)
+    return compile_kernel("merge", cpu_merge.merge, PARAMETERS)
 
 
 @cache
 def columns_kernel() -> Kernel:
     """The kernel that adds up the columns of the weights."""
-    return compile_kernel("columns", cpu_decode.add_columns, PARAMETERS)
+    return compile_kernel("columns", cpu_merge.add_columns, PARAMETERS)
 
 
 def attend_decode(

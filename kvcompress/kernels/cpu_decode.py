@@ -1,7 +1,7 @@
 """Decode attention over dense or packed rows, split over rows, KV heads, blocks of queries and parts of the slots.
 
 A task is one part of one row's slots, for one KV head and up to `ROWS` of its queries. What it leaves is a line
-[D sums, largest logit, sum of weights] for each query; `merge` makes the output of them by their log-sum-exp.
+[D sums, largest logit, sum of weights] for each query; `cpu_merge.py` makes the output of them.
 
 Scratch of one thread, in rows of `ROW` bytes: queries, sums and logits (`ROWS` each), what the packed products fold,
 scales and minima of a tile's values, and last the largest logit and the sum of weights of each query.
@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from kvcompress.kernels.cpu_call import stored_names
 from kvcompress.kernels.cpu_compile import Parameters
 from kvcompress.kernels.cpu_dense import dense_logits, dense_mix
-from kvcompress.kernels.cpu_math import exp
 from kvcompress.kernels.cpu_packed import MOST_VALUE_GROUPS, packed_logits, packed_mix, unpack_scales
 from kvcompress.kernels.cpu_rows import ROW, TILE, TOGETHER, in_fours
 from kvcompress.kernels.cpu_softmax import LOWEST, cap_logits, mask_logits, pad_logits, weigh
-from kvcompress.kernels.cpu_values import FLOAT, INT32, INT64, WIDTH, Value
+from kvcompress.kernels.cpu_values import FLOAT, INT64, WIDTH, Value
 
 ROWS = 32  # of queries in one task
 SUMS, LOGITS, FOLDED = ROWS * ROW, 2 * ROWS * ROW, 3 * ROWS * ROW
@@ -200,50 +199,3 @@ def decode(p: Parameters, bits: int | None, dtype: str) -> None:
                 code.store(line + d.index * 4, code.load(scratch + each.index * ROW + d.index * 4 + SUMS))
             code.store(line + p.dim * 4, code.load(scratch + each.index * 4 + TOPS, FLOAT))
             code.store(line + p.dim * 4 + 4, code.load(scratch + each.index * 4 + TOTALS, FLOAT))
-
-
-def merge(p: Parameters) -> None:
-    """The kernel of every thread for the second half: each task is one query of one KV head."""
-    code, line = p.code, (p.dim + 2) * 4
-    with code.tasks(p.next_task, p.tasks) as number:
-        query = number % p.queries
-        head = number // p.queries % p.heads
-        task = (number // p.queries * p.blocks + query // ROWS) * p.parts
-        source, step = p.left + (task * p.lines + query % ROWS) * line, p.lines * line
-        with code.loop(0, p.parts, carried=[code.float(LOWEST)]) as part:
-            part.carried = [code.load(source + part.index * step + p.dim * 4, FLOAT).at_least(part.carried[0])]
-        sink = code.load(p.sinks + (head * (p.queries // p.columns) + query // p.columns) * 4, FLOAT)
-        top = part.carried[0].at_least(sink)
-        with code.loop(0, p.parts, carried=[exp((sink - top).splat()).first()]) as part:
-            at = source + part.index * step + p.dim * 4
-            factor = exp((code.load(at, FLOAT) - top).splat()).first()
-            code.store(at, factor)
-            part.carried = [code.load(at + 4, FLOAT).times_plus(factor, part.carried[0])]
-        total = part.carried[0]
-        share = code.float(0.0).where(total.equals(0.0), 1.0 / total).splat()
-        with code.loop(0, p.dim, WIDTH) as d:
-            with code.loop(0, p.parts, carried=[code.floats(0.0)]) as part:
-                at = source + part.index * step
-                factor = code.load(at + p.dim * 4, FLOAT).splat()
-                part.carried = [code.load(at + d.index * 4).times_plus(factor, part.carried[0])]
-            code.store(p.out + (number * p.dim + d.index) * 4, part.carried[0] * share)
-        with code.when(p.logits > 0):
-            code.store(p.ends + number * 8, top)
-            code.store(p.ends + number * 8 + 4, share.first())
-
-
-def add_columns(p: Parameters) -> None:
-    """The kernel of every thread that adds up the columns of kept logits; a task is one KV head of one row."""
-    code = p.code
-    with code.tasks(p.next_task, p.tasks) as number:
-        length = code.load(p.counts + (p.batch * 3 + number // p.heads) * 8, INT64)
-        average = code.float(1.0) / (p.queries // p.columns).convert(FLOAT)
-        with code.loop(0, length, WIDTH) as slot:
-            with code.loop(0, p.queries, carried=[code.floats(0.0)]) as each:
-                query = number * p.queries + each.index
-                top, share = (code.load(p.ends + query * 8 + at, FLOAT).splat() for at in (0, 4))
-                logit = code.load(p.logits + query * p.logits_line + slot.index * 4)
-                each.carried = [exp(logit - top).times_plus(share, each.carried[0])]
-            inside = code.ints(range(WIDTH)) < (length - slot.index).cut(INT32).splat()
-            place = p.sums + number * p.logits_line + slot.index * 4
-            code.store(place, (each.carried[0] * average.splat()).where(inside, 0.0))

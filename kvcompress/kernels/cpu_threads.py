@@ -25,8 +25,10 @@ class Kernel:
         self.function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
 
     def run(self, parameters: int, tasks: int) -> None:
-        """Calls the kernel with the address of its parameters, in as many threads as torch would
-        use, at most one a task, and waits for all of them."""
+        """Calls the kernel with the address of its parameters and waits.
+
+        It runs in as many threads as torch would use, at most one a task.
+        """
         threads = thread_count(tasks)
         if threads == 1:
             self.function(parameters)
