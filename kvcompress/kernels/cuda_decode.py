@@ -255,9 +255,9 @@ def attend_decode(
     if isinstance(layer, DenseLayer) or layer.keys is None or not takes(query, layer):
         return None
     batch, heads, groups, columns, dim = query.shape
-    rows, width = max(16, triton.next_power_of_2(groups * columns)), triton.next_power_of_2(dim)
+    rows, width = (1 << (number - 1).bit_length() for number in (max(16, groups * columns), dim))
     tile = LARGE_TILE if query.element_size() == 2 and width <= 128 else SMALL_TILE
-    parts = part_count(query.device, batch * heads, triton.cdiv(max(layer.lengths), tile))
+    parts = part_count(query.device, batch * heads, -(-max(layer.lengths) // tile))
     flat, device = query.contiguous(), query.device
     out = torch.empty_like(flat)
     left = torch.empty(batch, heads, parts, rows, width + 2, dtype=torch.float32, device=device)
