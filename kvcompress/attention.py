@@ -21,6 +21,7 @@ from kvcompress.visibility import LazyMask, Visibility, lazy_mask, visibility
 
 NAME = "kvcompress"
 FEW_COLUMNS = 8  # queries at one time that still count as decoding
+COLUMN_BLOCK = 256  # columns over packed rows whose mask exists at one time
 
 
 def attention(
@@ -63,8 +64,9 @@ def attend(
 ) -> tuple[Tensor, Tensor | None]:
     """Output [B, H, G, T, D] of `query` over all that `layer` stores, and the column sums if the method needs them."""
     store, options = layer.store, {"scaling": scaling, "softcap": softcap, "sinks": sinks}
-    if layer.wants_scores and query.shape[3] == 1:
-        return reference.attend(query, store, seen.mask, **options, sum_columns=True)
+    if layer.wants_scores and query.shape[3] <= FEW_COLUMNS:
+        fast = kernels.attend_decode_with_sums(query, store.layout(), seen.mask(0, query.shape[3]), **options)
+        return fast or reference.attend(query, store, seen.mask, **options, sum_columns=True)
     sums = _column_sums(query, store, seen, **options) if layer.wants_scores else None
     return over(query, store, seen, **options), sums
 
@@ -96,18 +98,36 @@ def over(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Output [B, H, G, T, D] of `query` over all of `store`, by the fastest kernel that takes the case."""
-    columns = query.shape[3]
-    if columns <= FEW_COLUMNS:
-        mask = seen.mask(0, columns)
-        fast = kernels.attend_decode(query, store.layout(), mask, scaling=scaling, softcap=softcap, sinks=sinks)
+    plain = store.plain()
+    if plain is None or query.shape[3] <= FEW_COLUMNS:
+        fast = _in_blocks(query, store, seen, scaling, softcap, sinks)
         if fast is not None:
             return fast
-    plain = store.plain()
     if plain is not None and softcap is None and sinks is None:
         if seen.causal:
             return sdpa.causal(query, *plain, scaling=scaling)
         return sdpa.masked(query, *plain, seen.mask, scaling=scaling)
     return reference.attend(query, store, seen.mask, scaling=scaling, softcap=softcap, sinks=sinks)[0]
+
+
+def _in_blocks(
+    query: Tensor,
+    store: DenseStore | PackedStore,
+    seen: Visibility,
+    scaling: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor | None:
+    """The output by the decode kernels, a block of columns at a time; None where there is none for the case."""
+    columns, layout, outputs = query.shape[3], store.layout(), []
+    for start in range(0, columns, COLUMN_BLOCK):
+        stop = min(start + COLUMN_BLOCK, columns)
+        block, mask = query[..., start:stop, :], seen.mask(start, stop)
+        output = kernels.attend_decode(block, layout, mask, scaling=scaling, softcap=softcap, sinks=sinks)
+        if output is None:
+            return None
+        outputs.append(output)
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 3)
 
 
 def _without_cache(
