@@ -184,6 +184,16 @@ class CompressedLM(HFLM):
                 self.uses.append(Use(requests[index].task_name, requests[index].doc_id, stored, compressed))
         return [answers[index] for index in range(len(requests))]
 
+    @property
+    def prefix_token_id(self) -> int:
+        """lm-eval's: BOS, else EOS, to stand for an empty context; a newline where the tokenizer has neither."""
+        found: int | None = super().prefix_token_id
+        return self.tokenizer.encode("\n", add_special_tokens=False)[-1] if found is None else found
+
+    def tok_decode(self, tokens: Any, skip_special_tokens: bool = True) -> str:
+        """lm-eval's, which asks for the text of EOS; empty where the tokenizer has none."""
+        return "" if tokens is None else super().tok_decode(tokens, skip_special_tokens)
+
     def tok_batch_encode(self, strings: Sequence[str], *arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
         """lm-eval's, which also notes whose contexts the next batch holds."""
         self._pass.contexts = strings

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed (extra eval)")
 
@@ -89,6 +89,22 @@ def test_exact_takes_the_contexts_of_hf_short_empty_and_too_long() -> None:
         for (got, got_greedy), (expected, is_greedy) in zip(answers, theirs, strict=True):
             assert got == pytest.approx(expected, abs=1e-3)
             assert got_greedy == is_greedy
+
+
+def test_a_tokenizer_without_special_tokens_scores_and_generates() -> None:
+    bare = PreTrainedTokenizerFast(tokenizer_object=trained().backend_tokenizer)
+    assert bare.bos_token_id is None and bare.eos_token_id is None
+    plain, ours = lm.compressed("exact"), CompressedLM(lm.model(), "exact", tokenizer=bare)
+    found = lm.requests("loglikelihood", [("a", " kilo"), (lm.text(120), "x")])
+    for mine, other in zip(ours.loglikelihood(found, True), plain.loglikelihood(found, True), strict=True):
+        assert mine == (pytest.approx(other[0], abs=1e-6), other[1])
+    # A newline stands for an empty context.
+    answer = ours.loglikelihood(lm.requests("loglikelihood", [("", "kilo")]), True)[0]
+    newline, after = bare.encode("\n"), bare.encode("kilo")
+    value, greedy = log_probability(by_hand("exact", newline, after[:-1]), after)
+    assert answer == (pytest.approx(value, abs=1e-4), greedy)
+    until = lm.requests("generate_until", [(lm.text(120), {"until": ["."], "max_gen_toks": 12})])
+    assert ours.generate_until(until, True) == plain.generate_until(until, True)
 
 
 @each_method
