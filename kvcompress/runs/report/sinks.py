@@ -22,9 +22,7 @@ def send(results: Results, sink: str, project: str = "kvcompress") -> int:
     try:
         tracker: Any = import_module(sink)
     except ImportError:
-        raise ReportError(
-            f"{sink} is not installed; install it with `pip install {sink}`, or leave --sink out"
-        ) from None
+        raise ReportError(f"{sink} is not installed; install kvcompress[{sink}], or leave --sink out") from None
     rows = [asdict(each) for each in (*results.records, *results.streams)]
     rows += [asdict(task.result) for task in results.tasks]
     tracker.init(
