@@ -161,6 +161,9 @@ class Wrapped:
     ) -> Any:
         """Feeds a whole prompt [B, T], `chunk` columns at a time, and lets the method compress when it ends.
 
+        A method that acts on every call evicts or packs after each chunk, so that the peak is a chunk and what the
+        method keeps; one that acts when prefill ends keeps the exact KV until then.
+
         Returns the last chunk's output, with the logits of the last token only. On a filled cache it is a new turn:
         prefill methods choose again, to the same total budget.
         """
