@@ -94,25 +94,32 @@ def report(
 def bench(
     case: Annotated[list[str] | None, typer.Argument(help="Cases to run; all by default.")] = None,
     check: Annotated[bool, typer.Option(help="Exit with 1 if a limit is missed.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Folder for bench.json and bench.png.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for bench.json, bench.md and bench.png, written as each case ends.")
+    ] = None,
 ) -> None:
     """Time and bytes beside what you would pick instead, as paired ratios in one run."""
     from kvcompress.measure.bench.case import cases
-    from kvcompress.measure.bench.report import as_json, figure, run_cases, table
+    from kvcompress.measure.bench.report import as_json, figure, markdown, run_cases, table
     from kvcompress.runs.records import write_whole
     from kvcompress.text_form import nearest
 
     for name in case or []:
         if name not in cases:
             raise ValueError(f"unknown case {name!r}{nearest(name, list(cases))}")
-    lines = run_cases(case or [], lambda name: console.print(f"running {name}", highlight=False))
-    console.print(table(lines))
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        write_whole(out / "bench.json", as_json(lines))
-        picture = figure(lines)
-        if picture is not None:
-            write_whole(out / "bench.png", picture)
+    lines = []
+    for name, more in run_cases(case or []):
+        console.print(f"{name}: done", highlight=False)
+        lines += more
+        if out is not None:
+            write_whole(out / "bench.json", as_json(lines))
+            write_whole(out / "bench.md", markdown(lines))
+            picture = figure(lines)
+            if picture is not None:
+                write_whole(out / "bench.png", picture)
+    console.print(table(lines))
     if check and any(line.passed is False for line in lines):
         raise typer.Exit(1)
 

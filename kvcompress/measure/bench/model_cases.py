@@ -34,9 +34,9 @@ EIGHT = [
 
 
 @cache
-def model() -> PreTrainedModel:
+def model(dtype: str = "float32") -> PreTrainedModel:
     try:
-        return load_model(MODEL, "float32", "auto")
+        return load_model(MODEL, dtype, "auto")
     except ModelNotFound as error:
         raise NotHere(str(error)) from None
 
@@ -61,20 +61,20 @@ def prompt(tokens: int) -> Tensor:
 
 @case
 def decode_step() -> list[Line]:
-    """One decode step at 8,192 tokens: exact and KIVI-2 against DynamicCache, KIVI-2 against the HQQ cache."""
+    """One decode step at 8,192 tokens: exact and KIVI-2 against DynamicCache, KIVI against QuantizedCache."""
     kv = random_kv(model(), 8192)
     lines = []
     for method, limit in (("exact", 1 / 1.6), ("kivi(bits=2)", 1 / 1.8)):
         lines.append(_step_against(method, kv, "DynamicCache", dynamic(model(), kv), limit))
-    for backend, package, limit in (("hqq", "hqq", 1 / 3), ("quanto", "optimum.quanto", None)):
+    for bits, backend, limit in ((2, "hqq", 1 / 3), (2, "quanto", None), (4, "hqq", None), (4, "quanto", None)):
+        method, name = f"kivi(bits={bits})", f"QuantizedCache {backend}, {bits} bits"
         try:
-            rival = QuantizedCache(backend, model().config, nbits=2, residual_length=128)
+            rival = QuantizedCache(backend, model().config, nbits=bits, residual_length=128)
             fill_plain(rival, kv)
         except (ImportError, ValueError) as error:
-            skipped = f"{package}: {error}"
-            lines.append(Line("decode step at 8192, kivi(bits=2)", f"QuantizedCache {backend}", None, skipped=skipped))
+            lines.append(Line(f"decode step at 8192, {method}", name, None, skipped=str(error)))
             continue
-        lines.append(_step_against("kivi(bits=2)", kv, f"QuantizedCache {backend}", rival, limit))
+        lines.append(_step_against(method, kv, name, rival, limit))
     return lines
 
 

@@ -7,28 +7,26 @@ import json
 import os
 import platform
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from rich.table import Table
 
-from kvcompress.measure.bench import attention_cases, model_cases  # noqa: F401  (they register the cases)
+# They register the cases.
+from kvcompress.measure.bench import attention_cases, length_cases, method_cases, model_cases  # noqa: F401
 from kvcompress.measure.bench.case import Line, NotHere, cases
 from kvcompress.measure.record import versions
 
 
-def run_cases(names: Sequence[str], told: Callable[[str], None]) -> list[Line]:
-    """The lines of the named cases, or of all; one that cannot run here is a line that says why."""
-    lines: list[Line] = []
+def run_cases(names: Sequence[str]) -> Iterator[tuple[str, list[Line]]]:
+    """The named cases, or all, each with its lines; one that cannot run here has a line that says why."""
     for name in names or list(cases):
-        told(name)
         try:
-            lines += cases[name]()
+            yield name, cases[name]()
         except NotHere as reason:
-            lines.append(Line(name, "", None, skipped=str(reason)))
-    return lines
+            yield name, [Line(name, "", None, skipped=str(reason))]
 
 
 def machine() -> dict[str, object]:
@@ -51,18 +49,35 @@ def machine() -> dict[str, object]:
 def table(lines: Sequence[Line]) -> Table:
     """The lines for a terminal; a limit that is missed stands in red."""
     shown = Table(title="ratios in one run: median (quartiles)")
-    for column in ("what", "against", "measured", "limit", ""):
-        shown.add_column(column, justify="right" if column in ("measured", "limit") else "left")
+    for column in COLUMNS:
+        shown.add_column(column, justify="left" if column in ("what", "against", "") else "right")
     for line in lines:
-        if line.value is None:
-            shown.add_row(line.name, line.against, "–", "", f"not run: {line.skipped}")
-            continue
-        spread = "" if line.low is None or line.high is None else f" ({line.low:.3g}–{line.high:.3g})"
-        sign = "≥" if line.more_is_better else "≤"
-        limit = "" if line.limit is None else f"{sign} {line.limit:.3g}"
-        verdict = {None: "", True: "ok", False: "[red]missed[/red]"}[line.passed]
-        shown.add_row(line.name, line.against, f"{line.value:.3g}{spread}", limit, verdict)
+        *cells, verdict = _cells(line)
+        shown.add_row(*cells, f"[red]{verdict}[/red]" if line.passed is False else verdict)
     return shown
+
+
+def markdown(lines: Sequence[Line]) -> str:
+    """The same as a table of Markdown, below the machine's name."""
+    here = machine()
+    where = here["gpu"] or f"{here['cores']} cores of {here['cpu']}, {here['threads']} threads"
+    rows = [COLUMNS, ("---",) * len(COLUMNS), *map(_cells, lines)]
+    text = "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)
+    return f"{where}; ratios in one run: median (quartiles).\n\n{text}\n"
+
+
+COLUMNS = ("what", "against", "measured", "limit", "ms", "ms of the other", "")
+
+
+def _cells(line: Line) -> tuple[str, ...]:
+    if line.value is None:
+        return line.name, line.against, "–", "", "", "", f"not run: {line.skipped}"
+    spread = "" if line.low is None or line.high is None else f" ({line.low:.3g}–{line.high:.3g})"
+    sign = "≥" if line.more_is_better else "≤"
+    limit = "" if line.limit is None else f"{sign} {line.limit:.3g}"
+    times = [f"{line.detail[key]:.3g}" if key in line.detail else "" for key in ("own_ms", "other_ms")]
+    verdict = {None: "", True: "ok", False: "missed"}[line.passed]
+    return line.name, line.against, f"{line.value:.3g}{spread}", limit, *times, verdict
 
 
 def as_json(lines: Sequence[Line]) -> str:

@@ -1,0 +1,97 @@
+"""What must not grow with length: StreamingLLM's step and memory, and the time to replay a long trace."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from kvcompress.measure.bench.attention_cases import line
+from kvcompress.measure.bench.case import Line, case
+from kvcompress.measure.bench.paired import paired
+from kvcompress.measure.speed import timed
+from kvcompress.wrapping import wrap
+
+EARLY, LATE, PER_CALL = 2_000, 200_000, 100
+REQUESTS = 1_000_000
+SECONDS = 60
+
+
+def tiny_model() -> PreTrainedModel:
+    """A random Llama of two layers, trained length 2,048."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@case
+def streaming_length() -> list[Line]:
+    """One StreamingLLM step and its memory after 200,000 tokens against after 2,000, in a tiny model."""
+    model = tiny_model()
+    ids = torch.randint(0, 256, (1, LATE), generator=torch.Generator().manual_seed(0))
+    with wrap(model, "streaming_llm(sinks=4, window=508)") as wrapped:
+        cache = wrapped.new_cache()
+        wrapped.prefill(ids[:, :EARLY], cache=cache)
+        early = cache.fork()
+        for start in range(EARLY, LATE, PER_CALL):
+            wrapped(ids[:, start : start + PER_CALL], cache=cache)
+        # A first token makes both stores their own and as they are while decoding.
+        wrapped(ids[:, :1], cache=early), wrapped(ids[:, :1], cache=cache)
+        memory = cache.nbytes / early.nbytes
+        own, other = (partial(wrapped, ids[:, :1], cache=each) for each in (cache, early))
+        result = paired(own, other, model.device, rounds=301, warm=20)
+    return [
+        line(f"StreamingLLM step after {LATE} tokens", f"after {EARLY}", result, 1.1),
+        Line(f"StreamingLLM stored bytes after {LATE} tokens", f"after {EARLY}", memory, 1.01),
+    ]
+
+
+def write_trace(path: Path, requests: int) -> None:
+    """A Mooncake trace: 500 conversations at a time behind 20 system prompts, each growing turn by turn."""
+    chance = random.Random(0)
+    systems = [[number * 1000 + block for block in range(chance.randint(1, 8))] for number in range(20)]
+    turns: list[list[int]] = []
+    fresh = 1_000_000
+    with path.open("w") as file:
+        for number in range(requests):
+            place = chance.randrange(500)
+            if place >= len(turns):
+                turns.append([])
+                place = len(turns) - 1
+            blocks = turns[place]
+            if not blocks or len(blocks) > 60 or chance.random() < 0.3:
+                blocks = list(chance.choice(systems))
+            new = chance.randint(1, 3)
+            blocks = blocks + list(range(fresh, fresh + new))
+            fresh += new
+            turns[place] = blocks
+            length = 512 * len(blocks) - chance.randrange(512)
+            request = {"timestamp": 10 * number, "input_length": length, "output_length": 100, "hash_ids": blocks}
+            file.write(json.dumps(request) + "\n")
+
+
+@case
+def replay() -> list[Line]:
+    """Seconds that `kvcompress replay` takes for a trace of a million requests, start to end, on one core."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.jsonl"
+        write_trace(path, REQUESTS)
+        with timed(torch.device("cpu")) as elapsed:
+            command = [sys.executable, "-m", "kvcompress.cli", "replay", str(path), "--json"]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return [Line(f"replay of {REQUESTS} requests (s)", "a clock", elapsed.seconds, SECONDS)]
