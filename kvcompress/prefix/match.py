@@ -6,6 +6,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from kvcompress.prefix.block_kv import BlockKV, ColumnSums, LayerKV, joined
+from kvcompress.prefix.compressed import CompressedPrefix
 from kvcompress.prefix.radix import Pinned
 
 if TYPE_CHECKING:
@@ -15,9 +16,9 @@ if TYPE_CHECKING:
 class Match:
     """A stored prefix in use: `tokens` of it, in `blocks`, with the column sums at its end where they are stored."""
 
-    def __init__(self, owner: PrefixCache, pinned: Pinned[BlockKV]) -> None:
+    def __init__(self, owner: PrefixCache, pinned: Pinned[BlockKV | CompressedPrefix]) -> None:
         self._owner, self._pinned = owner, pinned
-        self.blocks = [entry.payload for entry in pinned.entries]
+        self.blocks = [entry.payload for entry in pinned.entries if isinstance(entry.payload, BlockKV)]
         attached = pinned.entries[-1].attached if pinned.entries else None
         self.sums = attached if isinstance(attached, ColumnSums) else None
 

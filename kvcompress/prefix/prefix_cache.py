@@ -14,15 +14,18 @@ from kvcompress.budget import parse_bytes
 from kvcompress.cache import CompressedCache
 from kvcompress.decoder import layer_windows
 from kvcompress.errors import CacheError
+from kvcompress.methods.base import Method
 from kvcompress.methods.exact import Exact
 from kvcompress.models import weights_fingerprint
 from kvcompress.prefix.block_kv import BlockKV, ColumnSums, Layout, Source
 from kvcompress.prefix.blocks import block_keys, check_block, extra_bytes
+from kvcompress.prefix.compressed import CompressedPrefix, check_compressed, compressed_key
 from kvcompress.prefix.match import Match
 from kvcompress.prefix.radix import Pinned, RadixTree
 from kvcompress.prefix.reuse import Reuse
 from kvcompress.prefix.rotary_settings import rotary_settings
 from kvcompress.stores.dense import DenseStore
+from kvcompress.text_form import parse
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class Counts:
 class _Shared:
     """What all tenants of one memory have in common. `lock` guards it all."""
 
-    tree: RadixTree[BlockKV]
+    tree: RadixTree[BlockKV | CompressedPrefix]
     blocks: int | None  # the capacity, where it was given in tokens
     counts: Counts = Counts()
     lock: threading.RLock = field(default_factory=threading.RLock)
@@ -47,8 +50,9 @@ class _Shared:
 class PrefixCache:
     """Real KV of prompts, in blocks of `block` tokens, each shared prefix stored once. Safe to use from many threads.
 
-    Give it to `wrap(model, method, prefix_cache=...)`: prefills then begin with what is stored and add to it. Only
-    exact KV is stored; every method is applied afresh to the exact KV of the whole prompt.
+    Give it to `wrap(model, method, prefix_cache=...)`: prefills then begin with what is stored and add to it. The
+    tree holds exact KV alone; every method is applied afresh to the exact KV of the whole prompt. A prompt's compressed
+    cache is kept only where asked for (`insert_compressed`), whole, under a key that names the method.
 
     `capacity`: bytes ("2GiB") or tokens, never exceeded; the blocks used least recently go first, from the ends of
     prompts. `salt`: whose prompts these are; `tenant` gives another owner's view of the same memory. `checkpoint`:
@@ -146,10 +150,39 @@ class PrefixCache:
             sources.append(Source(layer.store.keys[row], layer.store.values[row]))
         return self.store(self.keys(tokens), Layout(cache, self.block), sources) * self.block
 
+    def insert_compressed(self, ids: Sequence[int] | Tensor, cache: CompressedCache) -> bool:
+        """Keeps what a prefill of the prompt `ids` [N] left in `cache` under a lossy method; False if it doesn't fit.
+
+        It shares the memory of `cache` until that is fed on, and the cap with the exact blocks, which it never meets.
+        Raises CacheError for the exact method, and for one whose choice depends on what follows, such as snapkv.
+        """
+        tokens = _one_prompt(ids)
+        check_compressed(cache, tokens, self.identity)
+        kept = CompressedPrefix.of(cache)
+        with self._shared.lock:
+            key = compressed_key(tokens, cache.method, self._key_names())
+            return self._shared.tree.insert(key, kept.nbytes, lambda block: kept) == 1
+
+    def compressed(self, ids: Sequence[int] | Tensor, method: Method | str) -> CompressedCache | None:
+        """A fork of what is kept of the whole prompt `ids` [N] under `method`, to decode from; None if nothing is."""
+        tokens = _one_prompt(ids)
+        with self._shared.lock:
+            tree = self._shared.tree
+            pinned = tree.match(compressed_key(tokens, parse(method), self._key_names()))
+            try:
+                found = [entry.payload for entry in pinned.entries]
+                cache = found[0].cache.fork() if found and isinstance(found[0], CompressedPrefix) else None
+            finally:
+                tree.release(pinned)
+            self.count(1, len(tokens), 0 if cache is None else len(tokens))
+            return cache
+
     def keys(self, tokens: Sequence[int], chunk: int | None = None) -> list[bytes]:
         """The keys of a prompt's full blocks. KV computed `chunk` tokens at a time has keys of its own."""
-        names = {**self._names, "device": str(self._model.device), "salt": self._salt, "chunk": str(chunk or "")}
-        return block_keys(tokens, self.block, extra_bytes(names))
+        return block_keys(tokens, self.block, extra_bytes({**self._key_names(), "chunk": str(chunk or "")}))
+
+    def _key_names(self) -> dict[str, str | bytes]:
+        return {**self._names, "device": str(self._model.device), "salt": self._salt}
 
     def begin(self, cache: CompressedCache, ids: Tensor, counts: list[int], chunk: int | None = None) -> Reuse | None:
         """A prefill of `ids` [B, N] into `cache` that reuses what is stored; None where it has to run by itself.
@@ -197,7 +230,7 @@ class PrefixCache:
                 )
             return held
 
-    def release(self, pinned: Pinned[BlockKV]) -> None:
+    def release(self, pinned: Pinned[BlockKV | CompressedPrefix]) -> None:
         """Ends a use."""
         with self._shared.lock:
             self._shared.tree.release(pinned)

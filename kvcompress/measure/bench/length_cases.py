@@ -51,7 +51,8 @@ def streaming_length() -> list[Line]:
         for start in range(EARLY, LATE, PER_CALL):
             wrapped(ids[:, start : start + PER_CALL], cache=cache)
         # A first token makes both stores their own and as they are while decoding.
-        wrapped(ids[:, :1], cache=early), wrapped(ids[:, :1], cache=cache)
+        for each in (early, cache):
+            wrapped(ids[:, :1], cache=each)
         memory = cache.nbytes / early.nbytes
         own, other = (partial(wrapped, ids[:, :1], cache=each) for each in (cache, early))
         result = paired(own, other, model.device, rounds=301, warm=20)
