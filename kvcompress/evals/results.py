@@ -12,10 +12,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
 from kvcompress.measure.record import digest, versions
-from kvcompress.runs.records import RecordsError, write_whole
+from kvcompress.runs.records import only_writer, write_whole
 
 
 def all_versions() -> dict[str, str]:
@@ -109,21 +107,8 @@ class ResultsFolder:
     @contextmanager
     def opened(self) -> Iterator[ResultsFolder]:
         """Holds the folder for one writer. Raises RecordsError if it cannot be written or another run is in it."""
-        try:
-            for part in ("results", "lm_eval"):
-                (self.folder / part).mkdir(parents=True, exist_ok=True)
-            lock = FileLock(self.folder / ".lock")
-            lock.acquire(timeout=0)
-        except Timeout:
-            raise RecordsError(
-                f"{self.folder}: another run is writing here; wait for it, or choose another --out"
-            ) from None
-        except OSError as error:
-            raise RecordsError(f"{self.folder}: cannot be written ({error.strerror}); choose another --out") from None
-        try:
+        with only_writer(self.folder, "results", "lm_eval"):
             yield self
-        finally:
-            lock.release()
 
     def find(self, key: str) -> EvalResult | None:
         """The finished result of that key; None for one that is half-written, edited or of another version, too."""

@@ -33,6 +33,24 @@ class Line(Protocol):
 R = TypeVar("R", bound=Line)
 
 
+@contextmanager
+def only_writer(folder: Path, *parts: str) -> Iterator[None]:
+    """Makes the folder and its `parts` and holds it. Raises RecordsError if it cannot be written or is held already."""
+    try:
+        for each in (folder, *(folder / part for part in parts)):
+            each.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder / ".lock")
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise RecordsError(f"{folder}: another run is writing here; wait for it, or choose another --out") from None
+    except OSError as error:
+        raise RecordsError(f"{folder}: cannot be written ({error.strerror}); choose another --out") from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 class LineFile(Generic[R]):
     """The records of one kind in a results folder, one a line."""
 
@@ -44,22 +62,10 @@ class LineFile(Generic[R]):
     @contextmanager
     def opened(self) -> Iterator[LineFile[R]]:
         """Holds the folder for one writer. Raises RecordsError if it cannot be written or another run is in it."""
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            lock = FileLock(self.folder / ".lock")
-            lock.acquire(timeout=0)
-        except Timeout:
-            raise RecordsError(
-                f"{self.folder}: another run is writing here; wait for it, or choose another --out"
-            ) from None
-        except OSError as error:
-            raise RecordsError(f"{self.folder}: cannot be written ({error.strerror}); choose another --out") from None
-        try:
+        with only_writer(self.folder):
             self._mend()
             self.read()
             yield self
-        finally:
-            lock.release()
 
     def read(self) -> dict[Key, R]:
         """All whole records; the numbers of the other lines are in `dropped`. A killed run leaves half a line."""

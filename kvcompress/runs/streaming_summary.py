@@ -12,6 +12,7 @@ from rich.table import Table
 
 from kvcompress.measure.streaming import StreamRecord
 from kvcompress.runs.figures import drawing, plot_lines, to_png
+from kvcompress.runs.markdown import markdown_table
 
 COLUMNS = ("method", "tokens fed", "ppl Q1", "Q2", "Q3", "Q4", "KV MB", "grew", "ms per call")
 """Q1 to Q4 are the quarters of the text; `grew` is the stored KV at the end over that half way."""
@@ -88,12 +89,7 @@ def rich_table(rows: Sequence[Row], title: str) -> Table:
 
 def markdown(rows: Sequence[Row], title: str) -> str:
     """The table as Markdown."""
-    lines = [f"## {title}", "", f"| {' | '.join(COLUMNS)} |", f"|---|{'---:|' * (len(COLUMNS) - 1)}"]
-    for row in rows:
-        method, *rest = row.cells()
-        escaped = method.replace("|", "\\|")  # a bar would end the cell
-        lines.append(f"| {' | '.join([f'`{escaped}`', *rest])} |")
-    return "\n".join(lines) + "\n"
+    return f"## {title}\n\n{markdown_table(COLUMNS, [row.cells() for row in rows])}"
 
 
 def figure(records: Sequence[StreamRecord], title: str) -> bytes:

@@ -13,6 +13,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from kvcompress.measure.record import Record
+from kvcompress.runs.markdown import markdown_table
 
 COLUMNS = ("method", "smaller", "KV MB", "kept", "ppl", "KL", "top-1", "decode", "n")
 NOTE = (
@@ -98,12 +99,7 @@ def rich_table(rows: Sequence[Row], title: str) -> Table:
 
 def markdown(rows: Sequence[Row], title: str) -> str:
     """The table as Markdown."""
-    lines = [f"## {title}", "", f"| {' | '.join(COLUMNS)} |", f"|---|{'---:|' * (len(COLUMNS) - 1)}"]
-    for row in rows:
-        method, *rest = row.cells()
-        escaped = method.replace("|", "\\|")  # a bar would end the cell
-        lines.append(f"| {' | '.join([f'`{escaped}`', *rest])} |")
-    return "\n".join([*lines, "", NOTE]) + "\n"
+    return f"## {title}\n\n{markdown_table(COLUMNS, [row.cells() for row in rows])}\n{NOTE}\n"
 
 
 def figure(rows: Sequence[Row], title: str) -> bytes:

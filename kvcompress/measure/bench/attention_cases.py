@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvcompress.attention import over
 from kvcompress.measure.bench.case import Line, case
-from kvcompress.measure.bench.paired import Paired, copy_bandwidth, paired
+from kvcompress.measure.bench.paired import Paired, paired, read_seconds
 from kvcompress.stores.dense import DenseStore
 from kvcompress.stores.packed import PackedStore
 from kvcompress.visibility import EVERYTHING
@@ -71,11 +71,10 @@ def packed_attention() -> list[Line]:
     for bits, limit, limit_bf16 in ((2, 0.25, 0.4), (4, 0.4, None)):
         store = packed_store(keys, values, bits)
         own = partial(decode_attention, query[:, :, :, None], store, scaling=query.shape[-1] ** -0.5)
-        bytes_moved = sum(tensor.numel() * tensor.element_size() for tensor in store.tensors().values())
-        bound_ms = bytes_moved / copy_bandwidth(device()) * 1000
+        bound_ms = _bound_ms(store)
         where = "S=16384 H=8 G=4 D=128"
         name = f"packed {bits}-bit decode attention, {where}"
-        lines.append(line(name, "SDPA fp32", paired(own, rival, device()), limit, bandwidth_bound_ms=bound_ms))
+        lines.append(line(name, "SDPA fp32", paired(own, rival, device()), limit, bound_ms=bound_ms))
         lines.append(line(name, "SDPA bf16", paired(own, rival_bf16, device()), limit_bf16))
         lines.append(_error(store, query, keys, values, bits))
     return lines
@@ -103,12 +102,19 @@ def dense_attention() -> list[Line]:
     lines = []
     for shape, limit in ((LARGE, 0.75), (SMALL, 0.5)):
         query, keys, values = tensors(shape)
-        own = partial(decode_attention, query[:, :, :, None], dense_store(keys, values), scaling=shape[3] ** -0.5)
+        store = dense_store(keys, values)
+        own = partial(decode_attention, query[:, :, :, None], store, scaling=shape[3] ** -0.5)
         length, heads, groups, dim = shape
         result = paired(own, partial(folded_sdpa, query, keys, values), device())
         name = f"dense fp32 decode attention, S={length} H={heads} G={groups} D={dim}"
-        lines.append(line(name, "SDPA fp32", result, limit))
+        lines.append(line(name, "SDPA fp32", result, limit, bound_ms=_bound_ms(store)))
     return lines
+
+
+def _bound_ms(store: DenseStore | PackedStore) -> float:
+    """How long this machine takes to read what `store` holds."""
+    nbytes = sum(tensor.numel() * tensor.element_size() for tensor in store.tensors().values())
+    return 1000 * read_seconds(device(), nbytes)
 
 
 @case

@@ -54,13 +54,12 @@ def paired(
     return Paired(middle, low, high, statistics.median(mine), statistics.median(theirs), rounds)
 
 
-def copy_bandwidth(device: torch.device, nbytes: int = 256 * 2**20) -> float:
-    """Bytes read and written per second by a plain copy: the limit for whatever must move through memory."""
+def read_seconds(device: torch.device, nbytes: int) -> float:
+    """Seconds that a plain sum over `nbytes` takes, read again and again: the limit for whatever must read as much."""
     source = torch.ones(nbytes // 4, device=device)
-    target = torch.empty_like(source)
     times = []
-    for _ in range(7):
+    for _ in range(15):
         with timed(device) as elapsed:
-            target.copy_(source)
+            source.sum()
         times.append(elapsed.seconds)
-    return 2 * nbytes / statistics.median(times)
+    return statistics.median(times)

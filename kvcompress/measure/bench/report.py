@@ -66,16 +66,16 @@ def markdown(lines: Sequence[Line]) -> str:
     return f"{where}; ratios in one run: median (quartiles).\n\n{text}\n"
 
 
-COLUMNS = ("what", "against", "measured", "limit", "ms", "ms of the other", "")
+COLUMNS = ("what", "against", "measured", "limit", "ms", "ms of the other", "ms to read the bytes", "")
 
 
 def _cells(line: Line) -> tuple[str, ...]:
     if line.value is None:
-        return line.name, line.against, "–", "", "", "", f"not run: {line.skipped}"
+        return line.name, line.against, "–", "", "", "", "", f"not run: {line.skipped}"
     spread = "" if line.low is None or line.high is None else f" ({line.low:.3g}–{line.high:.3g})"
     sign = "≥" if line.more_is_better else "≤"
     limit = "" if line.limit is None else f"{sign} {line.limit:.3g}"
-    times = [f"{line.detail[key]:.3g}" if key in line.detail else "" for key in ("own_ms", "other_ms")]
+    times = [f"{line.detail[key]:.3g}" if key in line.detail else "" for key in ("own_ms", "other_ms", "bound_ms")]
     verdict = {None: "", True: "ok", False: "missed"}[line.passed]
     return line.name, line.against, f"{line.value:.3g}{spread}", limit, *times, verdict
 
