@@ -56,6 +56,8 @@ def attention(
         output, sums = attend(layer, grouped, visibility(layer, attention_mask), scaling, softcap, sinks)
     layer.observe(grouped, sums, scaling, softcap, sinks)
     layer.compress()
+    if columns == 1:
+        return output.reshape(batch, 1, heads, -1), None
     return output.flatten(1, 2).transpose(1, 2).contiguous(), None
 
 
@@ -99,11 +101,13 @@ def over(
 ) -> Tensor:
     """Output [B, H, G, T, D] of `query` over all of `store`, by the fastest kernel that takes the case."""
     plain = store.plain()
-    if plain is None or query.shape[3] <= FEW_COLUMNS:
+    torch_can = plain is not None and softcap is None and sinks is None
+    few = query.shape[3] <= FEW_COLUMNS
+    if plain is None or (few and not (torch_can and not kernels.decode_pays(query, plain[0]))):
         fast = _in_blocks(query, store, seen, scaling, softcap, sinks)
         if fast is not None:
             return fast
-    if plain is not None and softcap is None and sinks is None:
+    if plain is not None and torch_can:
         if seen.causal:
             return sdpa.causal(query, *plain, scaling=scaling)
         return sdpa.masked(query, *plain, seen.mask, scaling=scaling)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -23,6 +23,9 @@ from kvcompress.stores.packed import PackedStore
 if TYPE_CHECKING:
     from kvcompress.cache import CompressedCache
     from kvcompress.rope import Rotary
+
+
+UNCHANGED = nullcontext()
 
 
 class CacheLayer(CacheLayerMixin):
@@ -145,18 +148,21 @@ class CacheLayer(CacheLayerMixin):
     def rotary(self) -> Rotary | None:
         return self.cache.rotaries[self.index] if self.cache.rotaries else None
 
-    @contextmanager
-    def slots_as_positions(self) -> Iterator[None]:
+    def slots_as_positions(self) -> AbstractContextManager[None]:
         """While attending under `positions="cache"`: keys that older ones were evicted behind stand at their slots.
 
         They are rotated from the original key each time and put back, so no rounding adds up over the calls.
         """
-        method = self.cache.method
         rotary = self.rotary
-        acts_every_call = method.evicting is not None and method.evicting.acts == "every_call"
-        if rotary is None or not acts_every_call or self.store.positions is None or not self.compresses:
-            yield
-            return
+        if rotary is None or self.store.positions is None or not self.compresses:
+            return UNCHANGED
+        evicting = self.cache.method.evicting
+        if evicting is None or evicting.acts != "every_call":
+            return UNCHANGED
+        return self._turned(rotary)
+
+    @contextmanager
+    def _turned(self, rotary: Rotary) -> Iterator[None]:
         positions = self.store.current_positions(self.store.filled[0].buffer.device)
         held = positions >= 0
         behind = held.flip(-1).long().cumsum(-1).flip(-1)

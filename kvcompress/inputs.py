@@ -4,6 +4,7 @@ B rows, T columns of this call; padding may stand before the tokens of a row, ne
 """
 
 import inspect
+import math
 import sys
 from typing import Any
 
@@ -54,7 +55,8 @@ def check_ids(ids: Any, vocabulary: int | None) -> None:
         )
     if not ids.numel():
         raise WrapError(f"ids are {list(ids.shape)}, so they hold no token; feed at least one row and one column")
-    low, high = int(ids.min()), int(ids.max())
+    rows = ids.tolist()
+    low, high = min(map(min, rows)), max(map(max, rows))
     if vocabulary is not None and (low < 0 or high >= vocabulary):
         raise WrapError(f"id {low if low < 0 else high} is outside the model's vocabulary of {vocabulary} tokens")
 
@@ -142,12 +144,12 @@ def prepare(cache: CompressedCache, arguments: dict[str, Any], vocabulary: int |
     check_positions(arguments.get("position_ids"), cache, columns, counts)
     cache.begin_call(columns, counts)
     device = source.device
-    starts = torch.tensor(
-        [first - (columns - count) for first, count in zip(cache.first_position(), counts, strict=True)], device=device
-    )
-    positions = (torch.arange(columns, device=device) + starts[:, None]).clamp(min=0)
-    arguments = {**arguments, "position_ids": positions, "attention_mask": _padding_mask(cache, device)}
-    return arguments
+    starts = [first - (columns - count) for first, count in zip(cache.first_position(), counts, strict=True)]
+    if starts.count(starts[0]) == rows and starts[0] >= 0:
+        positions = torch.arange(starts[0], starts[0] + columns, device=device).expand(rows, columns)
+    else:
+        positions = (torch.arange(columns, device=device) + torch.tensor(starts, device=device)[:, None]).clamp(min=0)
+    return {**arguments, "position_ids": positions, "attention_mask": _padding_mask(cache, device)}
 
 
 def past_mask(cache: CompressedCache, device: torch.device) -> Tensor:
@@ -174,7 +176,7 @@ def finish(cache: CompressedCache, hidden: Tensor) -> None:
                 f"layer {layer.index} did not hand its keys to the cache (it got {layer.store.seen} of {expected} "
                 "tokens); this model's attention cannot run over a compressed cache"
             )
-    if bool(hidden[:, -1].isnan().any()):
+    if math.isnan(hidden[:, -1].amax()):  # one NaN makes the largest NaN
         raise CacheError(
             f"the model's output is NaN{_first_nan(cache)}; check the weights and the dtype "
             "(float16 overflows in some models; bfloat16 or float32 do not)"

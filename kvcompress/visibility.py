@@ -57,7 +57,7 @@ EVERYTHING = Visibility(True, lambda start, stop: None)
 def visibility(layer: CacheLayer, lazy: LazyMask | None) -> Visibility:
     """What the columns of the call that the layer's cache is in may see of its slots, new ones included."""
     store, call = layer.store, layer.cache.call
-    whole = store.uniform and not store.has_holes and all(count == call.columns for count in call.counts)
+    whole = store.uniform and not store.has_holes and call.counts.count(call.columns) == len(call.counts)
     plain = lazy is None or lazy.is_causal
     if whole and plain and call.columns == 1:
         return EVERYTHING

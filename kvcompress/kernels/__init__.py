@@ -14,6 +14,8 @@ from torch import Tensor
 
 from kvcompress.kernels.layout import DenseLayer, PackedKeys, PackedLayer, PackedValues
 
+SMALL = 1 << 19  # bytes of dense keys below which torch's own attention is over before a kernel has begun
+
 
 @cache
 def _fast(device: str, on_cpu: str, on_cuda: str | None) -> ModuleType | None:
@@ -45,6 +47,14 @@ def attend_decode(
     """
     fast = _fast(query.device.type, "cpu", "cuda")
     return fast and fast.attend_decode(query, layer, allowed, scaling=scaling, softcap=softcap, sinks=sinks)
+
+
+def decode_pays(query: Tensor, keys: Tensor) -> bool:
+    """Whether `attend_decode` is faster than torch's own attention of `query` over dense `keys` [B, H, S, D]."""
+    if keys.nbytes < SMALL:
+        return False
+    fast = _fast(query.device.type, "cpu", None)
+    return fast is not None and fast.pays(query)
 
 
 def attend_decode_with_sums(

@@ -18,7 +18,6 @@ from kvcompress.kernels.layout import LANES, DenseLayer, PackedKeys, PackedLayer
 
 TASKS = 32  # at least, where there are tiles enough: a thread that is held up leaves little for the end
 MANY_QUERIES = 64  # from here on torch's matrix products are faster where nothing is packed
-SMALL = 1 << 20  # bytes of keys and values below which torch's own attention is over before a kernel has begun
 LITTLE = 1 << 16  # numbers to merge that one thread has added up before another has woken
 
 
@@ -52,8 +51,7 @@ def attend_decode(
 ) -> Tensor | None:
     """See `kvcompress.kernels.attend_decode`."""
     layer = as_packed(layer)
-    plain = layer.keys is None and layer.values is None and softcap is None and sinks is None
-    if not takes(query, layer) or (plain and not pays(query, layer)):
+    if not takes(query, layer):
         return None
     return run(query, layer, allowed, scaling, softcap, sinks)[0]
 
@@ -166,10 +164,9 @@ def takes(query: Tensor, layer: PackedLayer) -> bool:
     ) and (takes_keys(layer.keys, layer.key_counts) and takes_values(layer.values, dim))
 
 
-def pays(query: Tensor, layer: PackedLayer) -> bool:
-    """Whether the kernels are faster than torch's attention over a layer in full precision."""
-    size = 2 * query.shape[1] * query.shape[-1] * layer.tail_keys.element_size() * sum(layer.lengths)
-    return query.shape[2] * query.shape[3] <= MANY_QUERIES and size >= SMALL
+def pays(query: Tensor) -> bool:
+    """Whether the kernels are faster than torch's attention over more than a few keys in full precision."""
+    return query.shape[2] * query.shape[3] <= MANY_QUERIES
 
 
 def takes_keys(keys: PackedKeys | None, counts: list[int]) -> bool:

@@ -15,10 +15,10 @@ QUERY_BLOCK = 1024  # columns whose mask exists at one time
 def causal(query: Tensor, keys: Tensor, values: Tensor, *, scaling: float) -> Tensor:
     """`query` [B, H, G, T, D] over `keys`, `values` [B, H, S, D]: column t sees all but the T - 1 - t newest slots."""
     batch, heads, groups, columns, _ = query.shape
-    past = keys.shape[2] - columns
     if columns == 1:
         # All query heads of a KV head stand in the query axis: one pass over the keys.
-        return F.scaled_dot_product_attention(query.flatten(2, 3), keys, values, scale=scaling).unsqueeze(3)
+        return F.scaled_dot_product_attention(query.squeeze(3), keys, values, scale=scaling).unsqueeze(3)
+    past = keys.shape[2] - columns
     out = query.new_empty(batch, heads, groups, columns, values.shape[-1])
     if past == 0:
         for group in range(groups):

@@ -30,7 +30,7 @@ class Growing:
 
     @property
     def view(self) -> Tensor:
-        return self.buffer[:, :, self.begin : self.begin + self.used]
+        return self.buffer.narrow(2, self.begin, self.used)
 
     @property
     def bytes_per_slot(self) -> int:
@@ -63,19 +63,20 @@ class Growing:
 
     def append(self, new: Tensor, lengths: list[int], counts: list[int]) -> None:
         """Puts the last `counts[b]` of `new[b]` [H, T, ...] behind the first `lengths[b]` slots of row b."""
-        total = max(length + count for length, count in zip(lengths, counts, strict=True))
-        self.reserve(total)
-        target = self.view
-        columns = new.shape[2]
-        if len(set(lengths)) == 1 and all(count == columns for count in counts):
-            target[:, :, lengths[0] : lengths[0] + columns] = new
+        columns, first = new.shape[2], lengths[0]
+        if lengths.count(first) == len(lengths) and counts.count(columns) == len(counts):
+            self.reserve(first + columns)
+            self.buffer.narrow(2, self.begin + first, columns).copy_(new)
             return
+        self.reserve(max(length + count for length, count in zip(lengths, counts, strict=True)))
+        target = self.view
         for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
             target[row, :, length : length + count] = new[row, :, columns - count :]
 
     def reserve(self, total: int) -> None:
         """Makes `total` slots used and writable, at least those that are; what lies in new ones is finite."""
-        total = max(total, self.used)
+        if total < self.used:
+            total = self.used
         if self._shared or self.begin + total > self.buffer.shape[2]:
             self._adopt(self._moved_to_new(total + self.spare_for(total) // 2))
         self.used = total
@@ -118,9 +119,10 @@ class Growing:
 
     @property
     def _shared(self) -> bool:
+        if self._overlapping or len(self._owners) > 1:
+            return True
         # What was made under inference_mode cannot be written outside of it.
-        frozen = self.buffer.is_inference() and not torch.is_inference_mode_enabled()
-        return self._overlapping or len(self._owners) > 1 or frozen
+        return self.buffer.is_inference() and not torch.is_inference_mode_enabled()
 
     def _new(self, capacity: int) -> Tensor:
         return self.buffer.new_zeros(*self.buffer.shape[:2], capacity, *self.buffer.shape[3:])

@@ -31,7 +31,7 @@ class Slots:
 
     @property
     def uniform(self) -> bool:
-        return len(set(self.lengths)) == 1
+        return self.lengths.count(self.lengths[0]) == len(self.lengths)
 
     def grow(self, new: Tensor, counts: list[int]) -> None:
         """Counts the last `counts[b]` of the T columns of `new` [B, H, T, D] as slots in use."""
