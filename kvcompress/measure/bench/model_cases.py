@@ -78,7 +78,7 @@ def decode_step() -> list[Line]:
     return lines
 
 
-def _step_against(method: str, kv: list, name: str, rival: object, limit: float | None) -> Line:
+def _step_against(method: str, kv: list, name: str, rival: object, limit: float | None, rounds: int = 9) -> Line:
     token = torch.tensor([[42]], device=model().device)
     wrapper = wrap(model(), method)
     with wrapper:
@@ -87,7 +87,7 @@ def _step_against(method: str, kv: list, name: str, rival: object, limit: float 
         lambda: wrapper(token, cache=own_cache),
         lambda: plain_step(rival),
         model().device,
-        rounds=9,
+        rounds=rounds,
         around_own=wrapper,
     )
     return line(f"decode step at {kv[0][0].shape[2]}, {method}", name, result, limit)
@@ -97,7 +97,7 @@ def _step_against(method: str, kv: list, name: str, rival: object, limit: float 
 def short_context() -> list[Line]:
     """Wrapping with `exact` at 64 tokens against the plain model."""
     kv = random_kv(model(), 64)
-    return [_step_against("exact", kv, "DynamicCache", dynamic(model(), kv), 1.03)]
+    return [_step_against("exact", kv, "DynamicCache", dynamic(model(), kv), 1.03, rounds=61)]
 
 
 @case
