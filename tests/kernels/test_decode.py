@@ -1,15 +1,19 @@
 """Decode attention of the fast kernels against float64, over a sample of all that a layer can be."""
 
 from random import Random
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from kvcompress import kernels
+from kvcompress.attention import over
 from kvcompress.kernels import reference
 from kvcompress.kernels.layout import DenseLayer, PackedLayer
 from kvcompress.stores.dense import DenseStore
+from kvcompress.stores.packed import PackedStore
+from kvcompress.visibility import Visibility
 from tests.kernels.layers import Case, dense, error, packed, weights64
 
 pytest.importorskip("numba", reason="the CPU kernels need Numba (kvcompress[cpu])")
@@ -22,12 +26,6 @@ pytestmark = pytest.mark.skipif(not RUNS_HERE, reason="this processor lacks vect
 FLOAT_ERROR = 1e-6
 ROUNDING = {torch.float32: FLOAT_ERROR, torch.bfloat16: 4e-3, torch.float16: 5e-4}  # of the output's own dtype
 DTYPES = list(ROUNDING)
-
-
-@pytest.fixture(autouse=True)
-def every_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dense layers too small to be worth it go through the kernels all the same."""
-    monkeypatch.setattr(cpu, "SMALL", 0)
 
 
 def check(
@@ -169,6 +167,36 @@ def test_as_the_reference_over_a_store() -> None:
     got = kernels.attend_decode(query, store.layout(), None, scaling=0.125)
     assert got is not None
     assert error(got, right.double()) < FLOAT_ERROR
+
+
+def test_attention_takes_the_kernels_where_they_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packed rows at any number of columns, in blocks with masks of their own; dense ones once they are large."""
+    torch.manual_seed(4)
+    taken: list[tuple[int, int]] = []
+    attend = cpu.attend_decode
+
+    def noted(query: Tensor, layer: Any, allowed: Tensor | None, **options: Any) -> Tensor | None:
+        taken.append((query.shape[3], max(layer.lengths)))
+        return attend(query, layer, allowed, **options)
+
+    monkeypatch.setattr(cpu, "attend_decode", noted)
+    packed_rows, small, large = PackedStore(1, 2, 32, 64), DenseStore(1), DenseStore(1)
+    packed_rows.append(*torch.randn(2, 1, 2, 400, 64), [400])
+    packed_rows.pack()
+    small.append(*torch.randn(2, 1, 2, 400, 64), [400])
+    large.append(*torch.randn(2, 1, 2, 2048, 64), [2048])
+    for store, columns, blocks in ((packed_rows, 300, [256, 44]), (small, 1, []), (large, 1, [1]), (large, 9, [])):
+        taken.clear()
+        past, slots = store.length - columns, torch.arange(store.length)
+
+        def mask(start: int, stop: int, past: int = past, slots: Tensor = slots) -> Tensor:
+            return (slots <= past + torch.arange(start, stop)[:, None])[None, None]
+
+        query = torch.randn(1, 2, 2, columns, 64)
+        right, _ = reference.attend(query, store, mask, scaling=0.125)
+        got = over(query, store, Visibility(True, mask), 0.125)
+        assert error(got, right.double()) < FLOAT_ERROR
+        assert taken == [(each, store.length) for each in blocks]
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
