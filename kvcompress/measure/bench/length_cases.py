@@ -16,10 +16,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from kvcompress.measure.bench.attention_cases import line
 from kvcompress.measure.bench.case import Line, case
 from kvcompress.measure.bench.paired import paired
+from kvcompress.measure.bench.peak import RANDOM, peak_of_prefill
 from kvcompress.measure.speed import timed
 from kvcompress.wrapping import wrap
 
 EARLY, LATE, PER_CALL = 2_000, 200_000, 100
+PROMPT, CHUNK = 32_768, 1_024
 REQUESTS = 1_000_000
 SECONDS = 60
 
@@ -60,6 +62,23 @@ def streaming_length() -> list[Line]:
         line(f"StreamingLLM step after {LATE} tokens", f"after {EARLY}", result, 1.1),
         Line(f"StreamingLLM stored bytes after {LATE} tokens", f"after {EARLY}", memory, 1.01),
     ]
+
+
+@case
+def chunked_prefill() -> list[Line]:
+    """Peak memory of 32,768 tokens prefilled in chunks of 1,024, each method in a fresh process."""
+    plain = peak_of_prefill(RANDOM, "plain", PROMPT, CHUNK)
+    lines = []
+    for method in ("exact", "streaming_llm(sinks=4, window=1020)", "h2o(heavy=512, recent=512)", "snapkv(budget=1024)"):
+        lines.append(_peak_line(method, plain))
+    return [*lines, _peak_line("kivi(bits=4)", plain), _peak_line("kivi(bits=2)", plain)]
+
+
+def _peak_line(method: str, plain: int) -> Line:
+    peak = peak_of_prefill(RANDOM, method, PROMPT, CHUNK)
+    detail = {"peak_bytes": peak, "peak_bytes_plain": plain}
+    name = f"peak of {PROMPT} tokens in chunks of {CHUNK}, {method}: {peak / 2**20:.0f} MiB"
+    return Line(name, f"DynamicCache: {plain / 2**20:.0f} MiB", peak / plain, detail=detail)
 
 
 def write_trace(path: Path, requests: int) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from functools import cache
 
 import torch
@@ -15,6 +12,7 @@ from kvcompress.measure.bench.attention_cases import line
 from kvcompress.measure.bench.case import Line, NotHere, case
 from kvcompress.measure.bench.filled import dynamic, fill_compressed, fill_plain, random_kv, shape_of
 from kvcompress.measure.bench.paired import paired
+from kvcompress.measure.bench.peak import peak_of_prefill
 from kvcompress.measure.speed import timed
 from kvcompress.models import ModelNotFound, load_model
 from kvcompress.text_form import parse
@@ -108,21 +106,12 @@ def h2o_prefill() -> list[Line]:
     result = paired(
         lambda: wrapper.prefill(ids), lambda: plain_prefill(ids), model().device, rounds=3, warm=1, around_own=wrapper
     )
-    peaks = {name: _peak_in_fresh_process(name, 4096) for name in ("plain", "h2o(heavy=256, recent=256)")}
+    peaks = {name: peak_of_prefill(MODEL, name, 4096) for name in ("plain", "h2o(heavy=256, recent=256)")}
     above = (peaks["h2o(heavy=256, recent=256)"] - peaks["plain"]) / 2**20
     return [
         line("H2O prefill at 4096", "plain SDPA prefill", result, 1.4),
         Line("H2O prefill at 4096, peak above the plain one (MiB)", "plain SDPA prefill", above, 64, detail=peaks),
     ]
-
-
-def _peak_in_fresh_process(method: str, tokens: int) -> int:
-    command = [sys.executable, "-m", "kvcompress.measure.bench.peak", MODEL, method, str(tokens)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    peak = json.loads(done.stdout.strip().splitlines()[-1])["peak_bytes"]
-    if peak is None:
-        raise NotHere("the peak of a process cannot be read here (no /proc/self/clear_refs)")
-    return peak
 
 
 @case
