@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvcompress.kernels.layout import DenseLayer, PackedKeys, PackedLayer, PackedValues
 
-SMALL = 1 << 19  # bytes of dense keys below which torch's own attention is over before a kernel has begun
+SMALL = 6 << 20  # bytes of dense keys below which torch's own attention is over before a kernel has begun
 
 
 @cache

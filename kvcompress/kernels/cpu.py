@@ -92,12 +92,8 @@ def run(
     out = torch.empty_like(wide)
     left = wide.new_empty(tasks * lines * (dim + 2))
     scratch = wide.new_empty(thread_count(tasks) * SCRATCH_BYTES // 4)
-    extra = wide.new_full((heads, groups), -torch.inf) if sinks is None else sinks.to(torch.float32).contiguous()
+    extra = no_sinks(heads, groups) if sinks is None else sinks.to(torch.float32).contiguous()
     seen = None if allowed is None else mask(allowed, (batch, heads, columns, slots))
-    line = slots + DIM_STEP  # logits are written in whole vectors
-    kept = wide.new_empty((batch, heads, rows, line) if sum_columns else 0)
-    ends = wide.new_empty((batch, heads, rows, 2) if sum_columns else 0)
-    sums = wide.new_zeros((batch, heads, line) if sum_columns else 0)
     numbers = {
         "tasks": tasks,
         "scratch": scratch.data_ptr(),
@@ -105,10 +101,6 @@ def run(
         "left": left.data_ptr(),
         "out": out.data_ptr(),
         "sinks": extra.data_ptr(),
-        "logits": kept.data_ptr() if sum_columns else 0,
-        "logits_line": 4 * line,
-        "ends": ends.data_ptr(),
-        "sums": sums.data_ptr(),
         "batch": batch,
         "heads": heads,
         "queries": rows,
@@ -132,6 +124,12 @@ def run(
             numbers |= stored(f"{kind}_words", codes.words)
             numbers |= stored(f"{kind}_scale", codes.scale)
             numbers |= stored(f"{kind}_minimum", codes.minimum)
+    line = slots + DIM_STEP  # logits are written in whole vectors
+    sums = wide.new_zeros((batch, heads, line) if sum_columns else 0)
+    if sum_columns:
+        kept, ends = wide.new_empty(batch, heads, rows, line), wide.new_empty(batch, heads, rows, 2)
+        numbers |= {"logits": kept.data_ptr(), "logits_line": 4 * line}
+        numbers |= {"ends": ends.data_ptr(), "sums": sums.data_ptr()}
     counts = [*layer.fronts, *layer.key_counts, *layer.value_counts, *layer.lengths]
     call = Call(PARAMETERS, numbers, counts=counts, next_task=[0, 0])
     bits = layer.keys.bits if layer.keys else layer.values.bits if layer.values else None
@@ -141,8 +139,14 @@ def run(
     merge_kernel().run(call.address, 1 if left.numel() < LITTLE else tasks)
     if sum_columns:
         call.again(tasks=batch * heads, next_task=0)
-        columns_kernel().run(call.address, 1 if kept.numel() < LITTLE else batch * heads)
+        columns_kernel().run(call.address, 1 if rows * sums.numel() < LITTLE else batch * heads)
     return out.to(query.dtype), sums[..., :slots]
+
+
+@cache
+def no_sinks(heads: int, groups: int) -> Tensor:
+    """Extra logits that count for nothing: fp32 [H, G]."""
+    return torch.full((heads, groups), -torch.inf, dtype=torch.float32, device="cpu")
 
 
 def as_packed(layer: DenseLayer | PackedLayer) -> PackedLayer:

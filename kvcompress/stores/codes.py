@@ -44,6 +44,8 @@ class Codes:
         """The same for some rows of the batch, once something is packed."""
         whole = self.packed
         assert whole is not None
+        if rows.stop - rows.start == len(self.counts):
+            return whole
         return whole._replace(words=whole.words[rows], scale=whole.scale[rows], minimum=whole.minimum[rows])
 
     def append(self, x: Tensor, counts: list[int], alive: Tensor | None) -> None:

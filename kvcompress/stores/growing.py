@@ -101,16 +101,16 @@ class Growing:
 
     def drop_middle(self, first: int, count: int) -> None:
         """Drops slots [first, first + count) of every row by moving the `first` slots before them."""
-        before, after = self.view[:, :, :first], self.view[:, :, first + count :]
-        self.used -= count
-        if self._shared or self.buffer.shape[2] - self.used > self.spare_for(self.used):
-            fresh = self._new(self.used + self.spare_for(self.used) // 2)
-            fresh[:, :, :first], fresh[:, :, first : self.used] = before, after
+        left = self.used - count
+        if self._shared or self.buffer.shape[2] - left > self.spare_for(left):
+            fresh = self._new(left + self.spare_for(left) // 2)
+            fresh[:, :, :first], fresh[:, :, first:left] = self.view[:, :, :first], self.view[:, :, first + count :]
             self._adopt(fresh)
-            return
-        self.begin += count
-        if first:
-            self.view[:, :, :first] = before.clone()
+        else:
+            if first:
+                self.view[:, :, count : count + first] = self.view[:, :, :first].clone()
+            self.begin += count
+        self.used = left
 
     def select_rows(self, index: Tensor, used: int | None = None) -> None:
         """Keeps rows `index` [B'] in that order, and of their slots the first `used`."""

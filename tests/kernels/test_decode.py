@@ -185,6 +185,7 @@ def test_attention_takes_the_kernels_where_they_pay(monkeypatch: pytest.MonkeyPa
     packed_rows.pack()
     small.append(*torch.randn(2, 1, 2, 400, 64), [400])
     large.append(*torch.randn(2, 1, 2, 2048, 64), [2048])
+    monkeypatch.setattr(kernels, "SMALL", large.keys.nbytes)
     for store, columns, blocks in ((packed_rows, 300, [256, 44]), (small, 1, []), (large, 1, [1]), (large, 9, [])):
         taken.clear()
         past, slots = store.length - columns, torch.arange(store.length)

@@ -131,5 +131,5 @@ def attention_by_context() -> list[Line]:
         ):
             own = partial(decode_attention, query[:, :, :, None], store, scaling=LARGE[3] ** -0.5)
             result = paired(own, rival, device(), rounds=7)
-            lines.append(line(f"{name} decode attention by context", "SDPA fp32", result, None, context=length))
+            lines.append(line(f"{name} decode attention at {length}", "SDPA fp32", result, None, context=length))
     return lines
