@@ -21,7 +21,6 @@ from kvcompress.visibility import LazyMask, Visibility, lazy_mask, visibility
 
 NAME = "kvcompress"
 FEW_COLUMNS = 8  # queries at one time that still count as decoding
-COLUMN_BLOCK = 256  # columns over packed rows whose mask exists at one time
 
 
 def attention(
@@ -123,9 +122,12 @@ def _in_blocks(
     sinks: Tensor | None,
 ) -> Tensor | None:
     """The output by the decode kernels, a block of columns at a time; None where there is none for the case."""
-    columns, layout, outputs = query.shape[3], store.layout(), []
-    for start in range(0, columns, COLUMN_BLOCK):
-        stop = min(start + COLUMN_BLOCK, columns)
+    columns, at_once = query.shape[3], kernels.most_columns(query)
+    if not at_once:
+        return None
+    layout, outputs = store.layout(), []
+    for start in range(0, columns, at_once):
+        stop = min(start + at_once, columns)
         block, mask = query[..., start:stop, :], seen.mask(start, stop)
         output = kernels.attend_decode(block, layout, mask, scaling=scaling, softcap=softcap, sinks=sinks)
         if output is None:

@@ -16,6 +16,7 @@ from kvcompress.kernels.cpu_rows import DIM_STEP, MOST_DIM, TILE
 from kvcompress.kernels.cpu_threads import Kernel, thread_count
 from kvcompress.kernels.layout import LANES, DenseLayer, PackedKeys, PackedLayer, PackedValues
 
+COLUMNS = 256  # whose mask is to exist at one time
 TASKS = 32  # at least, where there are tiles enough: a thread that is held up leaves little for the end
 MANY_QUERIES = 64  # from here on torch's matrix products are faster where nothing is packed
 LITTLE = 1 << 16  # numbers to merge that one thread has added up before another has woken
@@ -38,6 +39,11 @@ def merge_kernel() -> Kernel:
 def columns_kernel() -> Kernel:
     """The kernel that adds up the columns of the weights."""
     return compile_kernel("columns", cpu_merge.add_columns, PARAMETERS)
+
+
+def most_columns(groups: int) -> int:
+    """See `kvcompress.kernels.most_columns`."""
+    return COLUMNS
 
 
 def attend_decode(

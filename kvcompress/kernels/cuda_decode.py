@@ -242,6 +242,11 @@ def merge(
     tl.store(place, mixed.to(out.dtype.element_ty), mask=channel < dim)
 
 
+def most_columns(groups: int) -> int:
+    """See `kvcompress.kernels.most_columns`."""
+    return max(1, MOST_ROWS // groups)
+
+
 def attend_decode(
     query: Tensor,
     layer: DenseLayer | PackedLayer,

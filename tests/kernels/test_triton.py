@@ -5,9 +5,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
+
+from kvcompress import kernels
+from kvcompress.kernels.layout import DenseLayer, PackedKeys
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="the GPU kernels need Triton (kvcompress[cuda], Linux)"
@@ -28,6 +32,31 @@ def test_all_in_the_interpreter() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == list(CHECKS)
+
+
+def test_on_a_gpu_they_are_the_ones_that_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The dispatch finds each of them, and a part of the package that is missing is not taken for a missing Triton."""
+    chosen: list[str] = []
+    find = kernels._fast
+
+    def on_cuda(device: str, on_cpu: str, on_cuda: str | None) -> ModuleType | None:
+        module = find("cuda", on_cpu, on_cuda)
+        if module is not None:
+            chosen.append(module.__name__.rpartition(".")[2])
+        return module
+
+    monkeypatch.setattr(kernels, "_fast", on_cuda)
+    query, keys = torch.zeros(1, 1, 1, 1, 24), torch.zeros(1, 1, 40, 24)
+    assert kernels.most_columns(query.expand(1, 1, 16, 1, 24)) == 4
+    # None of them has code for these, which they say before anything is launched.
+    assert kernels.attend_decode(query, DenseLayer(keys, keys, [40]), None, scaling=1.0) is None
+    assert kernels.column_sums(query.double(), keys.double(), 39, scaling=1.0) is None
+    words = torch.zeros(1, 1, 2, 3, 32, dtype=torch.int16)
+    scales = torch.zeros(1, 1, 40, 24, dtype=torch.float16)
+    assert not kernels.quantise_and_pack(keys.double(), PackedKeys(words, scales, scales, 2, 1), 0)
+    assert chosen == ["cuda_decode", "cuda_decode", "cuda_sums", "cuda_pack"]
+    with pytest.raises(ImportError, match="no_such_kernels"):
+        find("cuda", "", "no_such_kernels")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: the checks ran in the interpreter instead")
