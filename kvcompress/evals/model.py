@@ -34,6 +34,7 @@ from kvcompress.methods.base import Method, PositionMode
 from kvcompress.text_form import parse
 from kvcompress.wrapping import Wrapped, wrap
 
+PADDING = 0  # is masked; lm-eval adds a padding token that the model may not have
 HFLM: Any = huggingface.HFLM  # typed by its decorator as nothing but an LM
 
 
@@ -186,9 +187,15 @@ class CompressedLM(HFLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """lm-eval's: BOS, else EOS, to stand for an empty context; a newline where the tokenizer has neither."""
+        """lm-eval's: BOS, else EOS, to stand for an empty context.
+
+        Where the tokenizer has neither: a newline, or whatever else of white space or stops it has a token for.
+        """
         found: int | None = super().prefix_token_id
-        return self.tokenizer.encode("\n", add_special_tokens=False)[-1] if found is None else found
+        if found is not None:
+            return found
+        encoded = (self.tokenizer.encode(text, add_special_tokens=False) for text in ("\n", " ", "."))
+        return next((ids[-1] for ids in encoded if ids), 0)
 
     def tok_decode(self, tokens: Any, skip_special_tokens: bool = True) -> str:
         """lm-eval's, which asks for the text of EOS; empty where the tokenizer has none."""
@@ -202,6 +209,7 @@ class CompressedLM(HFLM):
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **options: Any) -> Tensor:
         """Generates for left-padded contexts [B, W]; the result begins with them, as that of `generate` does."""
         mask = options.pop("attention_mask", torch.ones_like(context))
+        context = context.masked_fill(mask == 0, PADDING)
         # An empty stop string would end every answer at its first token.
         options["stop"] = [text for text in stop if text]
         generate = super()._model_generate
@@ -234,7 +242,6 @@ class CompressedLM(HFLM):
     ) -> list[Likelihood]:
         rows = self._detect_batch_size() if self.batch_size == "auto" else int(self.batch_size)
         quiet = disable_tqdm or self.rank != 0
-        padding: Any = self.tokenizer.pad_token_id
         with self.running() as wrapped, tqdm(total=len(items), disable=quiet, desc=f"Running {what} requests") as bar:
 
             def on_result(index: int, result: Likelihood) -> None:
@@ -248,7 +255,7 @@ class CompressedLM(HFLM):
                 rows=rows,
                 longest=self.max_length,
                 chunk=self.prefill_chunk,
-                padding_id=padding or 0,
+                padding_id=PADDING,
                 softmax_dtype=self.softmax_dtype,
                 measure_at_end=measure_at_end,
                 on_result=on_result,
