@@ -59,7 +59,7 @@ class CompressedCache(Cache):
         self.gathers_scores = any(part.needs_scores for part in evicting)
         self.query_window = max((part.query_window for part in evicting), default=0)
         super().__init__(layers=[CacheLayer(self, index, window) for index, window in enumerate(windows)])
-        self.columns = 0
+        self.columns = self.calls = 0
         self.seen_tokens: list[int] = []
         self.prompt_lengths: list[int] = []
         self.turned_back: list[int] = []
@@ -77,6 +77,11 @@ class CompressedCache(Cache):
     def seen(self) -> Tensor:
         """Real tokens fed so far, per row: [B] int64."""
         return torch.tensor(self.seen_tokens, dtype=torch.int64)
+
+    @property
+    def one_prefill(self) -> bool:
+        """Whether all that was fed was one prompt, and the method acted on it once."""
+        return self.calls == 1 and self.prefill_until is None and self.prompt_lengths == self.seen_tokens
 
     @property
     def call(self) -> Call:
@@ -191,6 +196,7 @@ class CompressedCache(Cache):
         """Ends the forward pass."""
         call = self.call
         self.columns += call.columns
+        self.calls += 1
         self.seen_tokens = [seen + new for seen, new in zip(self.seen_tokens, call.counts, strict=True)]
         if call.ends_prefill:
             self.prefill_until = None
@@ -222,7 +228,7 @@ class CompressedCache(Cache):
             raise CacheError(f"only an exact cache between two calls can be compressed afterwards, not {self.method}")
         self._check_gathered(method)
         other = CompressedCache(method, [layer.window for layer in self.layers], self.identity, rotaries)
-        other.columns, other.seen_tokens = self.columns, list(self.seen_tokens)
+        other.columns, other.seen_tokens, other.calls = self.columns, list(self.seen_tokens), 1
         other.prompt_lengths, other.turned_back = list(self.prompt_lengths), list(self.turned_back)
         other.reused_tokens = self.reused_tokens
         other._call = Call(0, [0] * self.rows, prefill=True, ends_prefill=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from transformers import PreTrainedModel
+
 from kvcompress.cache import CompressedCache
 from kvcompress.errors import CacheError
 from kvcompress.methods.base import Method
@@ -32,8 +34,8 @@ def compressed_key(tokens: Sequence[int], method: Method, names: dict[str, str |
     return block_keys(tokens, len(tokens), extra_bytes({**names, "compressed": str(method)}))
 
 
-def check_compressed(cache: CompressedCache, tokens: Sequence[int], identity: str) -> None:
-    """Raises CacheError unless `cache` is what a prefill of `tokens` left under a method that needs no suffix."""
+def check_compressed(cache: CompressedCache, tokens: Sequence[int], model: PreTrainedModel, identity: str) -> None:
+    """Raises CacheError unless `cache` is what one prefill of `tokens` left under a method that needs no suffix."""
     method = cache.method
     if isinstance(method, Exact):
         raise CacheError("an exact cache belongs among the exact blocks; use insert(ids, cache)")
@@ -44,8 +46,13 @@ def check_compressed(cache: CompressedCache, tokens: Sequence[int], identity: st
         )
     if cache.identity != identity:
         raise CacheError("this cache was made for another model (or other weights or dtype)")
-    if cache.rows != 1 or cache.seen_tokens[0] != len(tokens) or cache.columns != len(tokens):
+    if cache.seen_tokens != [len(tokens)] or cache.columns != len(tokens) or not cache.one_prefill:
         raise CacheError(
-            f"expected a cache of one row that was fed these {len(tokens)} tokens and nothing else; "
-            f"this one has seen {cache.seen_tokens}"
+            f"expected a cache of one row that one prefill, in one piece, has fed these {len(tokens)} tokens and "
+            f"nothing else; this one has seen {cache.seen_tokens}"
+        )
+    stored = cache.layers[0].store.filled[0].buffer
+    if stored.device != model.device or stored.dtype != model.dtype:
+        raise CacheError(
+            f"this cache holds {stored.dtype} on {stored.device}, but the model is {model.dtype} on {model.device}"
         )

@@ -50,9 +50,10 @@ class _Shared:
 class PrefixCache:
     """Real KV of prompts, in blocks of `block` tokens, each shared prefix stored once. Safe to use from many threads.
 
-    Give it to `wrap(model, method, prefix_cache=...)`: prefills then begin with what is stored and add to it. The
-    tree holds exact KV alone; every method is applied afresh to the exact KV of the whole prompt. A prompt's compressed
-    cache is kept only where asked for (`insert_compressed`), whole, under a key that names the method.
+    Give it to `wrap(model, method, prefix_cache=...)`: prefills then begin with what is stored and add to it. They
+    find and leave exact KV alone; every method is applied afresh to the exact KV of the whole prompt. A prompt's
+    compressed cache is kept only where asked for (`insert_compressed`), whole, in the same memory, under a key that
+    names the method and that no prefill looks for.
 
     `capacity`: bytes ("2GiB") or tokens, never exceeded; the blocks used least recently go first, from the ends of
     prompts. `salt`: whose prompts these are; `tenant` gives another owner's view of the same memory. `checkpoint`:
@@ -108,12 +109,12 @@ class PrefixCache:
 
     @property
     def evicted_blocks(self) -> int:
-        """How many blocks made room for others so far."""
+        """How many blocks made room for others so far; a whole compressed prompt counts as one."""
         return self._shared.tree.evicted
 
     @property
     def counts(self) -> Counts:
-        """What all tenants' prefills asked for and reused so far."""
+        """What all tenants' prefills asked for and reused so far; a compressed prompt that was found counts as one."""
         return self._shared.counts
 
     def clear(self) -> None:
@@ -157,9 +158,10 @@ class PrefixCache:
         Raises CacheError for the exact method, and for one whose choice depends on what follows, such as snapkv.
         """
         tokens = _one_prompt(ids)
-        check_compressed(cache, tokens, self.identity)
-        kept = CompressedPrefix.of(cache)
+        check_compressed(cache, tokens, self._model, self.identity)
+        kept, layout = CompressedPrefix.of(cache), Layout(cache, self.block)
         with self._shared.lock:
+            self._settle_capacity(layout)
             key = compressed_key(tokens, cache.method, self._key_names())
             return self._shared.tree.insert(key, kept.nbytes, lambda block: kept) == 1
 
@@ -174,12 +176,19 @@ class PrefixCache:
                 cache = found[0].cache.fork() if found and isinstance(found[0], CompressedPrefix) else None
             finally:
                 tree.release(pinned)
-            self.count(1, len(tokens), 0 if cache is None else len(tokens))
+            if cache is not None:
+                self.count(1, len(tokens), len(tokens))
             return cache
 
     def keys(self, tokens: Sequence[int], chunk: int | None = None) -> list[bytes]:
         """The keys of a prompt's full blocks. KV computed `chunk` tokens at a time has keys of its own."""
         return block_keys(tokens, self.block, extra_bytes({**self._key_names(), "chunk": str(chunk or "")}))
+
+    def _settle_capacity(self, layout: Layout) -> None:
+        """Makes bytes of a capacity in tokens, now that a block's size is known."""
+        shared = self._shared
+        if shared.blocks is not None and not shared.tree.capacity:
+            shared.tree.capacity = shared.blocks * layout.block_bytes
 
     def _key_names(self) -> dict[str, str | bytes]:
         return {**self._names, "device": str(self._model.device), "salt": self._salt}
@@ -220,8 +229,7 @@ class PrefixCache:
         """Stores a prompt's blocks as far as they fit, and its `sums` if all do; returns how many are held."""
         tree = self._shared.tree
         with self._shared.lock:
-            if self._shared.blocks is not None and not tree.capacity:
-                tree.capacity = self._shared.blocks * layout.block_bytes
+            self._settle_capacity(layout)
             held = tree.insert(keys, layout.block_bytes, lambda block: layout.cut(sources, block))
             if sums is not None and held == len(keys):
                 size = sum(each.numel() * each.element_size() for each in sums.layers.values())

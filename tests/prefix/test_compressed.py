@@ -5,7 +5,8 @@ import torch
 
 import kvcompress as kvc
 from kvcompress import CacheError, PrefixCache
-from tests.prefix.test_prefix_cache import entries, exact_kv
+from kvcompress.prefix.compressed import CompressedPrefix
+from tests.prefix.test_prefix_cache import TOKEN, entries, exact_kv
 from tests.prefix.test_reuse import FIRST, NEXT, PREFIX, close, random_ids
 from tests.reachable import reachable_bytes
 from tests.tiny import tiny_llama
@@ -35,7 +36,7 @@ def test_a_kept_prefix_decodes_as_the_prefill_that_made_it(method: str) -> None:
         assert store.nbytes == stored
         kept = store.compressed(PREFIX, method)
         assert kept is not None and stored == kept.nbytes == reachable_bytes(kept, not_from=kept.rotaries)
-    assert (store.counts.prompts, store.counts.reused) == (4, 3 * 128)
+    assert (store.counts.prompts, store.counts.reused) == (3, 3 * 128)
 
 
 def test_it_matches_no_other_method_prompt_tenant_or_exact_prefill() -> None:
@@ -96,3 +97,53 @@ def test_what_depends_on_the_suffix_or_is_exact_is_refused() -> None:
     with pytest.raises(CacheError, match=r"these 128 tokens and nothing else; this one has seen \[134\]"):
         store.insert_compressed(PREFIX, cache)
     assert store.nbytes == 0
+
+
+def test_only_what_one_prefill_left_is_taken() -> None:
+    """The same tokens in two calls, in chunks, or with more of the prompt to come leave another cache."""
+    model, method = tiny_llama(), "streaming_llm(budget=0.5)"
+    store, ids = PrefixCache(model), PREFIX[None]
+    with kvc.wrap(model, method) as wrapped:
+        two_calls, in_chunks, unfinished = wrapped.new_cache(), wrapped.new_cache(), wrapped.new_cache()
+        wrapped.prefill(ids[:, :64], cache=two_calls)
+        wrapped(ids[:, 64:], cache=two_calls)
+        wrapped.prefill(ids, cache=in_chunks, chunk=64)
+        with unfinished.prefilling([256], 256):
+            wrapped(ids, cache=unfinished)
+        for cache in (two_calls, in_chunks, unfinished):
+            with pytest.raises(CacheError, match="that one prefill, in one piece, has fed"):
+                store.insert_compressed(PREFIX, cache)
+    exact = PrefixCache(model)
+    with kvc.wrap(model, method, prefix_cache=exact) as wrapped:
+        wrapped.prefill(ids[:, :64])
+        reused = wrapped.new_cache()
+        wrapped.prefill(ids, cache=reused)
+        assert reused.reused_tokens == 64
+        assert exact.insert_compressed(PREFIX, reused)
+        found = exact.compressed(PREFIX, method)
+        assert found is not None and found.kept(0).shape[-1] == 64
+
+
+def test_it_competes_with_exact_blocks_for_a_capacity_in_tokens() -> None:
+    model, method = tiny_llama(), LOSSY[0]
+    with kvc.wrap(model, method) as wrapped:
+        made, short = wrapped.new_cache(), wrapped.new_cache()
+        wrapped.prefill(PREFIX[None], cache=made)
+        wrapped.prefill(PREFIX[None, :64], cache=short)
+    store = PrefixCache(model, capacity=160)
+    assert store.insert_compressed(PREFIX, made)
+    assert store.capacity_bytes == 160 * TOKEN
+    with kvc.wrap(model, method, prefix_cache=store) as wrapped:
+        in_use = store.compressed(PREFIX, method)
+        assert in_use is not None
+        wrapped.prefill(FIRST[:, :144])  # takes the room of what is in use, which lives on as the user's own
+        assert store.nbytes == 144 * TOKEN and store.compressed(PREFIX, method) is None
+        assert torch.equal(wrapped(NEXT, cache=in_use).logits, wrapped(NEXT, cache=made).logits)
+        assert store.insert_compressed(PREFIX[:64], short)
+        with store.match(FIRST[0]) as match:
+            assert match.tokens * TOKEN + made_bytes(store) == store.nbytes <= store.capacity_bytes
+
+
+def made_bytes(store: PrefixCache) -> int:
+    """Bytes of the compressed prompts alone."""
+    return sum(entry.nbytes for entry in entries(store) if isinstance(entry.payload, CompressedPrefix))
