@@ -110,8 +110,7 @@ def bench(
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
     lines = []
-    for name, more in run_cases(case or []):
-        console.print(f"{name}: done", highlight=False)
+    for more in run_cases(case or [], lambda name: console.print(f"running {name}", highlight=False)):
         lines += more
         if out is not None:
             write_whole(out / "bench.json", as_json(lines))

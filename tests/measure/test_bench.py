@@ -7,6 +7,7 @@ from typer.testing import CliRunner
 
 import kvcompress as kvc
 from kvcompress.cli import app
+from kvcompress.measure.bench import length_cases, method_cases
 from kvcompress.measure.bench.case import Line, NotHere, cases
 from kvcompress.measure.bench.filled import dynamic, fill_compressed
 from kvcompress.measure.bench.length_cases import write_trace
@@ -96,3 +97,17 @@ def test_the_long_trace_is_a_trace_of_growing_conversations(tmp_path: Path) -> N
     lengths = [json.loads(line)["input_length"] for line in (tmp_path / "trace.jsonl").read_text().splitlines()]
     assert trace.tokens == sum(lengths)
     assert len(trace.blocks) < sum(-(-length // 512) for length in lengths) / 2
+
+
+def test_the_cases_of_length_and_of_appending_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"EARLY": 600, "LATE": 1000, "PER_CALL": 200}.items():
+        monkeypatch.setattr(length_cases, name, value)
+    step, memory = length_cases.streaming_length()
+    assert step.value is not None and memory.value == 1  # the same 512 tokens are kept
+    monkeypatch.setattr(method_cases, "LARGE", (256, 2, 2, 32))
+    monkeypatch.setattr(method_cases, "APPENDED", 40)
+    lines = method_cases.append()
+    assert [line.name for line in lines] == [
+        f"40 tokens appended to 256, {store}" for store in ("dense", "packed 4-bit", "packed 2-bit")
+    ]
+    assert all(line.value and line.value > 0 for line in lines)

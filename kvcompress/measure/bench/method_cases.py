@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from functools import partial
 
 import torch
@@ -12,9 +13,8 @@ from transformers.cache_utils import Cache
 from kvcompress.cache import CompressedCache
 from kvcompress.measure.bench.attention_cases import LARGE, dense_store, line, packed_store, tensors
 from kvcompress.measure.bench.case import Line, case
-from kvcompress.measure.bench.model_cases import model, plain_prefill, prompt
+from kvcompress.measure.bench.model_cases import compression_share, model, plain_prefill, prompt
 from kvcompress.measure.bench.paired import paired
-from kvcompress.measure.speed import timed
 from kvcompress.methods.base import Method
 from kvcompress.stores.dense import DenseStore
 from kvcompress.stores.packed import PackedStore
@@ -51,22 +51,10 @@ def prefill_by_method() -> list[Line]:
 @case
 def compression_by_method() -> list[Line]:
     """Compression of 1,024 tokens, once they are prefilled, as a share of the prefill."""
-    ids = prompt(1024)
-    with wrap(model(), "exact") as wrapped:
-        with timed(model().device) as prefill:
-            gathered = wrapped.new_cache(gather_for=METHODS)
-            wrapped.prefill(ids, cache=gathered)
-        rotaries, lines = wrapped.rotaries(), []
-        for method in METHODS[1:]:
-            shares = []
-            for _ in range(4):
-                with timed(model().device) as compression:
-                    gathered.compress_as(method, rotaries if method.position_mode == "cache" else None)
-                shares.append(compression.seconds / prefill.seconds)
-            low, middle, high = sorted(shares[1:])
-            lines.append(
-                Line(f"compression of 1024, {method}", "prefill with all scores", middle, None, low=low, high=high)
-            )
+    ids, lines = prompt(1024), []
+    for method in METHODS[1:]:
+        low, middle, high = compression_share(method, ids, rounds=5)
+        lines.append(Line(f"compression of 1024, {method}", "its prefill", middle, None, low=low, high=high))
     return lines
 
 
@@ -88,7 +76,7 @@ def _decode_at(tokens: int, batch: int, dtype: str) -> list[Line]:
     plain, ids = model(dtype), prompt(tokens).repeat(batch, 1)
     next_ids, lines = ids[:, :1], []
     with torch.no_grad():
-        rival = plain(ids, use_cache=True, logits_to_keep=1).past_key_values
+        prefilled = plain(ids, use_cache=True, logits_to_keep=1).past_key_values
     with wrap(plain, "exact") as wrapped:
         gathered = wrapped.new_cache(gather_for=METHODS)
         wrapped.prefill(ids, cache=gathered)
@@ -100,7 +88,7 @@ def _decode_at(tokens: int, batch: int, dtype: str) -> list[Line]:
 
     for method in METHODS:
         cache = _compressed(gathered, method, rotaries)
-        wrapper = wrap(plain, method)
+        wrapper, rival = wrap(plain, method), deepcopy(prefilled)  # both grow while they are timed
         result = paired(
             partial(wrapper, next_ids, cache=cache), partial(step, rival), plain.device, rounds=9, around_own=wrapper
         )
@@ -117,8 +105,6 @@ def _compressed(gathered: CompressedCache, method: Method, rotaries: list) -> Co
 def append() -> list[Line]:
     """Appending tokens one by one to a layer of 16,384, packing as they come, against DynamicCache."""
     query, keys, values = tensors(LARGE)
-    rival = DynamicCache()
-    rival.update(keys, values, 0)
     token = query[:, :, :1]  # [1, H, 1, D]
     lines = []
     for name, store in (
@@ -126,6 +112,8 @@ def append() -> list[Line]:
         ("packed 4-bit", packed_store(keys, values, 4)),
         ("packed 2-bit", packed_store(keys, values, 2)),
     ):
+        rival = DynamicCache()
+        rival.update(keys, values, 0)
         own, other = partial(_append_own, store, token), partial(_append_plain, rival, token)
         result = paired(own, other, token.device, rounds=3, warm=1)
         lines.append(line(f"{APPENDED} tokens appended to {LARGE[0]}, {name}", "DynamicCache", result, None))

@@ -24,7 +24,9 @@ def peak_of_prefill(model: str, method: str, tokens: int, chunk: int | None = No
     """
     arguments = [model, method, str(tokens), str(chunk or tokens)]
     command = [sys.executable, "-m", "kvcompress.measure.bench.peak", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise NotHere(f"{method} at {tokens} tokens: the process ended with {done.returncode}: {done.stderr[-300:]}")
     peak = json.loads(done.stdout.strip().splitlines()[-1])["peak_bytes"]
     if peak is None:
         raise NotHere("the peak of a process cannot be read here (no /proc/self/clear_refs)")

@@ -7,7 +7,7 @@ import json
 import os
 import platform
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -20,13 +20,14 @@ from kvcompress.measure.bench.case import Line, NotHere, cases
 from kvcompress.measure.record import versions
 
 
-def run_cases(names: Sequence[str]) -> Iterator[tuple[str, list[Line]]]:
-    """The named cases, or all, each with its lines; one that cannot run here has a line that says why."""
+def run_cases(names: Sequence[str], told: Callable[[str], None]) -> Iterator[list[Line]]:
+    """The lines of each named case, or of all; one that cannot run here has a line that says why."""
     for name in names or list(cases):
+        told(name)
         try:
-            yield name, cases[name]()
+            yield cases[name]()
         except NotHere as reason:
-            yield name, [Line(name, "", None, skipped=str(reason))]
+            yield [Line(name, "", None, skipped=str(reason))]
 
 
 def machine() -> dict[str, object]:
