@@ -17,14 +17,15 @@ WIDEST_MAP = 400
 """Columns of a kept-token map; a longer prompt is shown in blocks."""
 
 
-def quality_figure(name: str, title: str, comparison: Comparison) -> Figure:
-    """Quality against stored bytes, one marker shape a family, rings around the Pareto front."""
+def quality_figure(name: str, title: str, comparison: Comparison, families: Sequence[str]) -> Figure:
+    """Quality against stored bytes, one marker shape for each of `families`, rings around the Pareto front."""
     picture, (axes,) = drawing(height=4.4)
     points = comparison.points
     smallest = min((point.value for point in points if point.value > 1e-9), default=1e-9)
     log_y = not comparison.higher_is_better and max(point.value for point in points) > 8 * smallest
     shown = [point for point in points if not log_y or point.value >= smallest]
-    for index, (label, group) in enumerate(_by_family([point.method for point in points]).items()):
+    for label, group in _by_family([point.method for point in points]).items():
+        index = families.index(label)
         members = sorted((points[place] for place in group if points[place] in shown), key=lambda point: point.kv_bytes)
         if not members:
             continue

@@ -16,7 +16,7 @@ from kvcompress.measure.streaming import StreamRecord
 from kvcompress.runs import streaming_summary, summary
 from kvcompress.runs.report import figures
 from kvcompress.runs.report.content import Cell, Figure, Section, Table
-from kvcompress.runs.report.quality import Comparison, by_method, divergences, perplexities, task_scores
+from kvcompress.runs.report.quality import Comparison, by_method, divergences, family, perplexities, task_scores
 from kvcompress.runs.report.reading import Results, TaskResult
 
 T = TypeVar("T")
@@ -36,9 +36,11 @@ def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
 
 def sections(results: Results) -> list[Section]:
     """All sections that there is something for, the making of the report apart."""
+    methods = [record.method for record in results.records] + [task.result.method for task in results.tasks]
+    families = list(dict.fromkeys(map(family, methods)))  # each has the same marker in all figures
     found = [
-        _prefix_section(results.records),
-        _task_section([task.result for task in results.tasks]),
+        _prefix_section(results.records, families),
+        _task_section([task.result for task in results.tasks], families),
         _needle_section(results.tasks),
         _kept_section(results),
         _divergence_section(results),
@@ -90,7 +92,7 @@ def ranking(comparison: Comparison) -> str:
     return text
 
 
-def _prefix_section(records: Sequence[Record]) -> Section | None:
+def _prefix_section(records: Sequence[Record], families: Sequence[str]) -> Section | None:
     if not records:
         return None
     section = Section("Quality against stored bytes")
@@ -99,7 +101,7 @@ def _prefix_section(records: Sequence[Record]) -> Section | None:
         part = Section(title, [text for text in map(ranking, comparisons) if text])
         part.tables.append(_methods_table(group, *comparisons))
         part.figures = [
-            figures.quality_figure(f"quality-{number}-{name}", "", comparison)
+            figures.quality_figure(f"quality-{number}-{name}", "", comparison, families)
             for name, comparison in zip(("ppl", "kl"), comparisons, strict=True)
             if comparison.points
         ]
@@ -143,7 +145,7 @@ def _methods_table(records: Sequence[Record], ppl: Comparison, kl: Comparison) -
     )
 
 
-def _task_section(results: Sequence[EvalResult]) -> Section | None:
+def _task_section(results: Sequence[EvalResult], families: Sequence[str]) -> Section | None:
     if not results:
         return None
     section = Section("Tasks", ["Every score went through the compressed cache of its method."])
@@ -151,7 +153,7 @@ def _task_section(results: Sequence[EvalResult]) -> Section | None:
         comparison = task_scores(group)
         part = Section(title, [text for text in [ranking(comparison)] if text], tables=[_task_table(group, comparison)])
         if len(comparison.points) > 1:
-            part.figures.append(figures.quality_figure(f"task-{number}", "", comparison))
+            part.figures.append(figures.quality_figure(f"task-{number}", "", comparison, families))
         section.sections.append(part)
     return section
 
