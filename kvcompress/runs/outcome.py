@@ -38,7 +38,9 @@ def run(config: RunConfig | StreamingConfig, folder: Path, progress: Progress) -
     if isinstance(config, StreamingConfig):
         lines = run_streaming(config, folder, progress)
         points = streaming_summary.summarise(lines)
-        title = f"{config.model}, {config.data}: {config.tokens} tokens, {config.segments} segments"
+        title = f"{config.model}, {config.data}: {config.tokens} tokens" + (
+            f" x {config.segments}" if config.segments > 1 else ""
+        )
         return Outcome(
             "streaming.jsonl",
             streaming_summary.rich_table(points, title),

@@ -110,6 +110,6 @@ def figure(records: Sequence[StreamRecord], title: str) -> bytes:
             for method, group in groups.items()
         }
         plot_lines(panel, lines, "tokens fed", label, log_y=True)
-    axes[0].set_title(title)
+    axes[0].set_title(title, fontsize=9, wrap=True)
     axes[-1].legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=1, fontsize="small")
     return to_png(picture)

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -85,7 +86,14 @@ def test_ctrl_c_says_what_is_kept(tiny: Path, tmp_path: Path) -> None:
     settings.write_text(f"model: {tiny}\ndevice: cpu\nprefix: 64\nscored: 8\nsamples: 200\nmethods: [exact]\n")
     out = tmp_path / "out"
     command = [sys.executable, "-m", "kvcompress.cli", "run", str(settings), "--out", str(out)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # What runs in the background of a shell, these tests too perhaps, ignores Ctrl-C; a user's command does not.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+    )
     records = out / "records.jsonl"
     deadline = time.monotonic() + 120
     while not (records.exists() and records.read_bytes().count(b"\n") >= 2) and time.monotonic() < deadline:
