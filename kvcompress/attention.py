@@ -64,12 +64,14 @@ def attend(
     layer: CacheLayer, query: Tensor, seen: Visibility, scaling: float, softcap: float | None, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """Output [B, H, G, T, D] of `query` over all that `layer` stores, and the column sums if the method needs them."""
-    store, options = layer.store, {"scaling": scaling, "softcap": softcap, "sinks": sinks}
-    if layer.wants_scores and query.shape[3] <= FEW_COLUMNS:
+    store = layer.store
+    if not layer.wants_scores:
+        return over(query, store, seen, scaling, softcap, sinks), None
+    options = {"scaling": scaling, "softcap": softcap, "sinks": sinks}
+    if query.shape[3] <= FEW_COLUMNS:
         fast = kernels.attend_decode_with_sums(query, store.layout(), seen.mask(0, query.shape[3]), **options)
         return fast or reference.attend(query, store, seen.mask, **options, sum_columns=True)
-    sums = _column_sums(query, store, seen, **options) if layer.wants_scores else None
-    return over(query, store, seen, **options), sums
+    return over(query, store, seen, **options), _column_sums(query, store, seen, **options)
 
 
 def _column_sums(

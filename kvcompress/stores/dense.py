@@ -57,7 +57,8 @@ class DenseStore(Slots):
 
     def plain(self) -> tuple[Tensor, Tensor] | None:
         """Keys and values [B, H, S, D]: here all are in full precision."""
-        return self.keys, self.values
+        keys, values = self.filled
+        return keys.view, values.view
 
     def key_prefix(self, count: int) -> list[tuple[slice, Tensor]]:
         """The first `count` keys as (rows, keys [B, H, count, D]), to be written in place (re-rotation)."""
