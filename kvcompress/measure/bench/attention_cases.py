@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvcompress.attention import over
 from kvcompress.measure.bench.case import Line, case
-from kvcompress.measure.bench.paired import Paired, paired, read_seconds
+from kvcompress.measure.bench.paired import Paired, multiply_add_seconds, paired, read_seconds
 from kvcompress.stores.dense import DenseStore
 from kvcompress.stores.packed import PackedStore
 from kvcompress.visibility import EVERYTHING
@@ -71,7 +71,7 @@ def packed_attention() -> list[Line]:
     for bits, limit, limit_bf16 in ((2, 0.25, 0.4), (4, 0.4, None)):
         store = packed_store(keys, values, bits)
         own = partial(decode_attention, query[:, :, :, None], store, scaling=query.shape[-1] ** -0.5)
-        bound_ms = _bound_ms(store)
+        bound_ms = _bound_ms(store, LARGE, unpacking=2)
         where = "S=16384 H=8 G=4 D=128"
         name = f"packed {bits}-bit decode attention, {where}"
         lines.append(line(name, "SDPA fp32", paired(own, rival, device()), limit, bound_ms=bound_ms))
@@ -107,14 +107,20 @@ def dense_attention() -> list[Line]:
         length, heads, groups, dim = shape
         result = paired(own, partial(folded_sdpa, query, keys, values), device())
         name = f"dense fp32 decode attention, S={length} H={heads} G={groups} D={dim}"
-        lines.append(line(name, "SDPA fp32", result, limit, bound_ms=_bound_ms(store)))
+        lines.append(line(name, "SDPA fp32", result, limit, bound_ms=_bound_ms(store, shape)))
     return lines
 
 
-def _bound_ms(store: DenseStore | PackedStore) -> float:
-    """How long this machine takes to read what `store` holds."""
+def _bound_ms(store: DenseStore | PackedStore, shape: tuple[int, int, int, int], unpacking: int = 0) -> float:
+    """What this machine needs at least: to read what `store` holds, or to calculate with it, whichever takes longer.
+
+    A number costs one multiply-add for each query head and, packed, `unpacking` operations, each at the rate at which
+    a matrix product runs its multiply-adds.
+    """
+    length, heads, groups, dim = shape
     nbytes = sum(tensor.numel() * tensor.element_size() for tensor in store.tensors().values())
-    return 1000 * read_seconds(device(), nbytes)
+    operations = 2 * length * heads * dim * (groups + unpacking)
+    return 1000 * max(read_seconds(device(), nbytes), operations * multiply_add_seconds(device()))
 
 
 @case

@@ -54,6 +54,17 @@ def paired(
     return Paired(middle, low, high, statistics.median(mine), statistics.median(theirs), rounds)
 
 
+def multiply_add_seconds(device: torch.device, size: int = 2048) -> float:
+    """Seconds of one of the fp32 multiply-adds of a product of two square matrices."""
+    left, right = torch.ones(size, size, device=device), torch.ones(size, size, device=device)
+    times = []
+    for _ in range(7):
+        with timed(device) as elapsed:
+            torch.mm(left, right)
+        times.append(elapsed.seconds)
+    return min(times) / size**3
+
+
 def read_seconds(device: torch.device, nbytes: int) -> float:
     """Seconds that a plain sum over `nbytes` takes, read again and again: the limit for whatever must read as much."""
     source = torch.ones(nbytes // 4, device=device)

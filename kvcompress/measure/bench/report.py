@@ -67,7 +67,7 @@ def markdown(lines: Sequence[Line]) -> str:
     return f"{where}; ratios in one run: median (quartiles).\n\n{text}\n"
 
 
-COLUMNS = ("what", "against", "measured", "limit", "ms", "ms of the other", "ms to read the bytes", "")
+COLUMNS = ("what", "against", "measured", "limit", "ms", "ms of the other", "bound, ms", "")
 
 
 def _cells(line: Line) -> tuple[str, ...]:
