@@ -34,14 +34,15 @@ def bench(monkeypatch: pytest.MonkeyPatch, *arguments: str, **made: object) -> t
         monkeypatch.delitem(cases, name)
     for name, what in made.items():
         monkeypatch.setitem(cases, name, case_of(what))
-    result = CliRunner(env={"COLUMNS": "300"}).invoke(app, ["bench", *arguments])
+    result = CliRunner().invoke(app, ["bench", *arguments])
     return result.exit_code, result.output
 
 
-def test_check_fails_for_a_missed_limit_and_for_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_fails_for_a_missed_limit_and_for_nothing_else(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     kept, no_limit = Line("a", "b", 0.5, 0.5), Line("c", "d", 7.0)
-    code, output = bench(monkeypatch, "--check", one=[kept, no_limit], two=NotHere("no GPU here"))
-    assert code == 0 and "not run: no GPU here" in output and "missed" not in output
+    code, _ = bench(monkeypatch, "--check", "--out", str(tmp_path), one=[kept, no_limit], two=NotHere("no GPU here"))
+    written = (tmp_path / "bench.md").read_text()
+    assert code == 0 and "not run: no GPU here" in written and "missed" not in written
     missed = Line("e", "f", 0.51, 0.5)
     assert bench(monkeypatch, "--check", one=[kept, missed])[0] == 1
     assert bench(monkeypatch, one=[kept, missed])[0] == 0
