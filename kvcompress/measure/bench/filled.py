@@ -1,13 +1,28 @@
-"""Caches of any length without a prefill: random keys and values, put in as a forward pass would."""
+"""Random models, and caches of any length without a prefill: keys and values put in as a forward pass would."""
 
 from __future__ import annotations
 
 import torch
-from transformers import PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
 from kvcompress.cache import CompressedCache
 from kvcompress.wrapping import Wrapped
+
+
+def random_model(positions: int) -> PreTrainedModel:
+    """A random Llama trained on `positions`, whose KV outweighs it soon: 2 layers, 4 KV heads, D = 64, 4 kB a token."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=positions,
+    )
+    return LlamaForCausalLM(config).eval()
 
 
 def shape_of(model: PreTrainedModel) -> tuple[int, int, int]:

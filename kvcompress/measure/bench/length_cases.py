@@ -12,10 +12,10 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from kvcompress.measure.bench.attention_cases import line
 from kvcompress.measure.bench.case import Line, case
+from kvcompress.measure.bench.filled import random_model
 from kvcompress.measure.bench.paired import paired
 from kvcompress.measure.bench.peak import RANDOM, peak_of_prefill
 from kvcompress.measure.speed import timed
@@ -27,25 +27,10 @@ REQUESTS = 1_000_000
 SECONDS = 60
 
 
-def tiny_model() -> PreTrainedModel:
-    """A random Llama of two layers, trained length 2,048."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-    )
-    return LlamaForCausalLM(config).eval()
-
-
 @case
 def streaming_length() -> list[Line]:
     """One StreamingLLM step and its memory after 200,000 tokens against after 2,000, in a tiny model."""
-    model = tiny_model()
+    model = random_model(positions=2048)
     ids = torch.randint(0, 256, (1, LATE), generator=torch.Generator().manual_seed(0))
     with wrap(model, "streaming_llm(sinks=4, window=508)") as wrapped:
         cache = wrapped.new_cache()

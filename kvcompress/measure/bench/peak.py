@@ -7,9 +7,10 @@ import subprocess
 import sys
 
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import DynamicCache
 
 from kvcompress.measure.bench.case import NotHere
+from kvcompress.measure.bench.filled import random_model
 from kvcompress.measure.memory import peak_memory
 from kvcompress.models import load_model
 from kvcompress.wrapping import wrap
@@ -33,23 +34,8 @@ def peak_of_prefill(model: str, method: str, tokens: int, chunk: int | None = No
     return peak
 
 
-def random_model() -> PreTrainedModel:
-    """A random Llama whose KV outweighs its weights in long prompts: 2 layers, 4 KV heads, D = 64, 4 kB a token."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=65536,
-    )
-    return LlamaForCausalLM(config).eval()
-
-
 def main(name: str, method: str, tokens: int, chunk: int) -> None:
-    model = random_model() if name == RANDOM else load_model(name, "float32", "auto")
+    model = random_model(positions=65_536) if name == RANDOM else load_model(name, "float32", "auto")
     ids = torch.randint(0, model.config.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(0))
     ids = ids.to(model.device)
     with torch.no_grad():
