@@ -14,8 +14,8 @@ from torch import Tensor
 
 from kvcompress.kernels.layout import DenseLayer, PackedKeys, PackedLayer, PackedValues
 
-# Bytes of dense keys below which torch's own attention is left to do it. Measured on two cores, in turns with it, the
-# kernels are faster from about 3 MB (3 KV heads, D = 64) to 12 MB (8 KV heads, D = 128) on.
+# Bytes of dense keys below which torch's own attention is left to do it. `kvcompress bench` shows where they cross: on
+# two cores between 8 and 16 MB for 8 KV heads of 128; with 3 KV heads of 64 the kernels are ahead at 6 MB.
 SMALL = 5 << 20
 
 

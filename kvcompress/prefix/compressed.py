@@ -51,8 +51,9 @@ def check_compressed(cache: CompressedCache, tokens: Sequence[int], model: PreTr
             f"expected a cache of one row that one prefill, in one piece, has fed these {len(tokens)} tokens and "
             f"nothing else; this one has seen {cache.seen_tokens}"
         )
-    stored = cache.layers[0].store.filled[0].buffer
-    if stored.device != model.device or stored.dtype != model.dtype:
-        raise CacheError(
-            f"this cache holds {stored.dtype} on {stored.device}, but the model is {model.dtype} on {model.device}"
-        )
+    for stored in (column.buffer for column in cache.layers[0].store.filled):
+        if stored.device != model.device or stored.dtype != model.dtype:
+            raise CacheError(
+                f"this cache holds {stored.dtype} on {stored.device}, but the model is {model.dtype} on "
+                f"{model.device}; prefill without autocast, on the model's device"
+            )

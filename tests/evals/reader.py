@@ -21,10 +21,10 @@ class Reader(LM):
         return [answer(request.args[0]) for request in requests]
 
     def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        raise NotImplementedError
+        raise AssertionError("a generated task asked for a likelihood, where its answer is to be generated")
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
-        raise NotImplementedError
+        raise AssertionError("a generated task asked for a likelihood, where its answer is to be generated")
 
 
 def answer(prompt: str) -> str:

@@ -4,6 +4,9 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -107,6 +110,13 @@ def test_a_tokenizer_without_special_tokens_scores_and_generates() -> None:
     assert answer == (pytest.approx(value, abs=1e-4), greedy)
     until = lm.requests("generate_until", [(lm.text(n), {"until": ["."], "max_gen_toks": 12}) for n in (120, 80)])
     assert ours.generate_until(until, True) == plain.generate_until(until, True)
+
+
+def test_a_tokenizer_without_a_newline_has_another_stand_in_for_an_empty_context() -> None:
+    words = Tokenizer(WordLevel({"[UNK]": 0, "kilo": 1, ".": 2}, unk_token="[UNK]"))
+    words.pre_tokenizer = WhitespaceSplit()
+    bare = PreTrainedTokenizerFast(tokenizer_object=words)
+    assert bare.encode("\n") == [] and CompressedLM(lm.model(), "exact", tokenizer=bare).prefix_token_id == 2
 
 
 @each_method

@@ -147,3 +147,11 @@ def test_it_competes_with_exact_blocks_for_a_capacity_in_tokens() -> None:
 def made_bytes(store: PrefixCache) -> int:
     """Bytes of the compressed prompts alone."""
     return sum(entry.nbytes for entry in entries(store) if isinstance(entry.payload, CompressedPrefix))
+
+
+def test_a_cache_of_another_dtype_is_refused() -> None:
+    with kvc.wrap(tiny_llama(), LOSSY[0]) as wrapped, torch.autocast("cpu", torch.bfloat16):
+        cache = wrapped.new_cache()
+        wrapped.prefill(PREFIX[None], cache=cache)
+    with pytest.raises(CacheError, match=r"holds torch\.bfloat16 on cpu, but the model is torch\.float32"):
+        PrefixCache(tiny_llama()).insert_compressed(PREFIX, cache)

@@ -16,7 +16,8 @@ from kvcompress.measure.record import Record
 from kvcompress.measure.streaming import StreamRecord
 from kvcompress.runs.config import RunConfig
 from kvcompress.runs.details import read_details
-from kvcompress.runs.report.quality import divergences, family, perplexities, task_scores
+from kvcompress.runs.report.figures import quality_figure
+from kvcompress.runs.report.quality import Comparison, Point, divergences, family, perplexities, task_scores
 from kvcompress.runs.report.reading import ReportError, read_results
 from kvcompress.runs.report.sections import sections
 from kvcompress.runs.report.sinks import send
@@ -292,3 +293,12 @@ def test_sinks(tmp_path: Path) -> None:
     except ImportError:
         with pytest.raises(ReportError, match="trackio is not installed"):
             send(results, "trackio")
+
+
+def test_a_family_has_the_same_marker_whatever_else_a_figure_shows() -> None:
+    comparison = Comparison("acc", True, [Point("kivi(bits=4)", 1e6, 0.5)], None)
+    first, second = (
+        quality_figure("task-0", "", comparison, families).png for families in (["exact", "kivi"], ["kivi", "exact"])
+    )
+    assert first != second
+    assert first == quality_figure("task-1", "", comparison, ["exact", "kivi", "h2o"]).png
