@@ -81,7 +81,7 @@ class CompressedCache(Cache):
     @property
     def one_prefill(self) -> bool:
         """Whether all that was fed was one prompt, and the method acted on it once."""
-        return self.calls == 1 and self.prefill_until is None and self.prompt_lengths == self.seen_tokens
+        return self.calls == 1 and self.prompt_lengths == self.seen_tokens
 
     @property
     def call(self) -> Call:
