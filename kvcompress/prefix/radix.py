@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import count
 from typing import Generic, Protocol, TypeVar
 
 
@@ -38,7 +40,7 @@ class Entry(Generic[P]):
 class Node(Generic[P]):
     """A run of blocks that prompts enter at the first and use together. `used`: when the last one did.
 
-    `pins`: uses going on. A pinned node's parents are pinned too, as often at least.
+    `pins`: uses going on. A pinned node's parents are pinned too, as often at least. `queued`: it waits to be evicted.
     """
 
     parent: Node[P] | None
@@ -46,6 +48,7 @@ class Node(Generic[P]):
     children: dict[bytes, Node[P]] = field(default_factory=dict)
     pins: int = 0
     used: int = 0
+    queued: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -73,7 +76,10 @@ class RadixTree(Generic[P]):
         self.nbytes = 0
         self.pinned_bytes = 0
         self.evicted = 0
-        self._leaves: set[Node[P]] = set()
+        # Holds every leaf that is not pinned, by when it was last used when it was queued. Some have been used again
+        # since, or are no such leaves any more: that is looked at when they are taken out.
+        self._queue: list[tuple[int, int, Node[P]]] = []
+        self._order = count()  # of two nodes used at one time, the one queued first comes first
         self._clock = 0
 
     @property
@@ -110,6 +116,7 @@ class RadixTree(Generic[P]):
             node.pins -= 1
             if not node.pins:
                 self.pinned_bytes -= node.nbytes
+                self._enqueue(node)
             node = node.parent
 
     def insert(self, keys: Sequence[bytes], size: int, make: Callable[[int], P]) -> int:
@@ -175,28 +182,38 @@ class RadixTree(Generic[P]):
 
     def _evict_down_to(self, limit: int) -> None:
         while self.nbytes > limit:
-            leaf = min((leaf for leaf in self._leaves if not leaf.pins), key=lambda leaf: leaf.used)
+            leaf = self._least_recent()
             first_key = leaf.entries[0].key
             while leaf.entries and self.nbytes > limit:
                 self.nbytes -= leaf.entries.pop().nbytes
                 self.evicted += 1
-            if not leaf.entries:
-                self._remove(leaf, first_key)
+            if leaf.entries:
+                self._enqueue(leaf)
+            else:
+                parent = leaf.parent
+                assert parent is not None
+                del parent.children[first_key]
+                self._enqueue(parent)
 
-    def _remove(self, leaf: Node[P], first_key: bytes) -> None:
-        parent = leaf.parent
-        assert parent is not None
-        del parent.children[first_key]
-        self._leaves.discard(leaf)
-        if not parent.children and parent is not self.root:
-            self._leaves.add(parent)
+    def _enqueue(self, node: Node[P]) -> None:
+        """Queues a node if it can be evicted and does not wait already."""
+        if not (node.queued or node.pins or node.children or node is self.root):
+            node.queued = True
+            heappush(self._queue, (node.used, next(self._order), node))
+
+    def _least_recent(self) -> Node[P]:
+        """Takes the leaf that was used least recently out of the queue."""
+        while True:
+            used, _, node = heappop(self._queue)
+            node.queued = False
+            if used == node.used and not (node.pins or node.children):
+                return node
+            self._enqueue(node)
 
     def _add_child(self, node: Node[P], first_key: bytes) -> Node[P]:
         """A new leaf, pinned once by whoever pinned `node`."""
         child: Node[P] = Node(node, pins=1, used=self._clock)
         node.children[first_key] = child
-        self._leaves.discard(node)
-        self._leaves.add(child)
         return child
 
     def _split(self, node: Node[P], count: int) -> Node[P]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -172,7 +174,9 @@ class TreeAgainstTable(RuleBasedStateMachine):
             for entry in node.entries:
                 row = self.table[entry.key]
                 assert (node.used, node.pins, entry.attached is not None) == (row.used, row.pins, row.attached)
-        assert self.tree._leaves == {node for node in nodes[1:] if not node.children}
+        queued = [node for _, _, node in self.tree._queue]
+        assert len(set(queued)) == len(queued), "a node waits twice to be evicted"
+        assert {node for node in nodes[1:] if not node.children and not node.pins} <= set(queued)
 
 
 TestTreeAgainstTable = TreeAgainstTable.TestCase
@@ -195,3 +199,31 @@ def test_a_payload_larger_than_the_room_made_for_it_is_refused() -> None:
     with pytest.raises(ValueError, match="block 0 has 11 bytes, expected the 10 that room was made for"):
         tree.insert(block_keys([1, 1], BLOCK), SIZE, lambda _: Piece(memory, 11))
     assert (tree.nbytes, tree.pinned_bytes, tree.root.pins) == (0, 0, 0)
+
+
+def test_eviction_does_not_look_at_every_leaf_for_every_block() -> None:
+    """Calls of Python functions, not time: some for every block, whatever the number of leaves."""
+
+    def calls(leaves: int) -> int:
+        tree: RadixTree[Piece] = RadixTree(leaves * SIZE)
+        memory = Memory(leaves * SIZE)
+        for leaf in range(leaves):
+            tree.insert(block_keys([1, leaf], BLOCK), SIZE, lambda _: Piece(memory))
+        for leaf in range(leaves):  # used again, so that what waits to be evicted is out of date
+            tree.release(tree.match(block_keys([1, leaf], BLOCK)))
+        keys, counted = block_keys([2] * 64, BLOCK), 0
+
+        def count(_frame: object, event: str, _argument: object) -> None:
+            nonlocal counted
+            counted += event == "call"
+
+        sys.setprofile(count)
+        try:
+            assert tree.insert(keys, SIZE, lambda _: Piece(memory)) == 32
+        finally:
+            sys.setprofile(None)
+        assert tree.evicted == 32
+        return counted
+
+    few, many = calls(200), calls(2000)
+    assert many <= few + 2 * 2000
