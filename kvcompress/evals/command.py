@@ -38,6 +38,14 @@ def eval_(
     apply_chat_template: Annotated[
         bool, typer.Option("--apply_chat_template", "--apply-chat-template", help="Put prompts into the chat template.")
     ] = False,
+    fewshot_as_multiturn: Annotated[
+        bool | None,
+        typer.Option(
+            "--fewshot_as_multiturn/--no_fewshot_as_multiturn",
+            "--fewshot-as-multiturn/--no-fewshot-as-multiturn",
+            help="Each example a turn of the chat, or all in one. By default turns where there is a template.",
+        ),
+    ] = None,
     metadata: Annotated[
         str | None, typer.Option(help='Settings of generated tasks as JSON: \'{"length": 4096, "depths": [0.5]}\'.')
     ] = None,
@@ -62,7 +70,8 @@ def eval_(
             chosen,
             folder,
             {"num_fewshot": num_fewshot, "limit": limit, "seed": seed, "prefill_chunk": prefill_chunk}
-            | {"apply_chat_template": apply_chat_template, "metadata": settings_of_tasks},
+            | {"apply_chat_template": apply_chat_template, "fewshot_as_multiturn": fewshot_as_multiturn}
+            | {"metadata": settings_of_tasks},
             batch_size,
             {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code},
         )
@@ -121,7 +130,12 @@ def _evaluate(
     names = list(dict.fromkeys(split_list(tasks)))
     if not names:
         raise ValueError("--tasks is empty; write it like needle_2k,kv_retrieval,piqa")
+    chosen = Settings(**settings)
     tokenizer = load_tokenizer(model, trust_remote_code=loading["trust_remote_code"])
+    if chosen.apply_chat_template and not tokenizer.chat_template:
+        raise ValueError(
+            f"--apply_chat_template: the tokenizer of {model!r} has no chat template; leave the option out"
+        )
     found = load_tasks(names, tokenizer, settings["metadata"])
     with ResultsFolder(folder).opened() as results_folder:
         loaded = load_model(model, **loading)
@@ -142,7 +156,7 @@ def _evaluate(
             if result.status != "ok":
                 console.print(f"failed: {task}, {method}: {result.error}", highlight=False, markup=False)
 
-        results = evaluate_all(models, found, Settings(**settings), results_folder, model, progress)
+        results = evaluate_all(models, found, chosen, results_folder, model, progress)
         for note in results_folder.refused:
             console.print(note, highlight=False, markup=False)
         return results

@@ -30,14 +30,25 @@ Progress = Callable[[str, str, EvalResult | None], None]
 
 @dataclass(frozen=True)
 class Settings:
-    """What a score depends on beside model, task and method. `limit` below 1 is a part of the documents."""
+    """What a score depends on beside model, task and method. `limit` below 1 is a part of the documents.
+
+    `fewshot_as_multiturn` makes each few-shot example a turn of the chat; None follows lm-eval, which does so wherever
+    a chat template is applied. Raises ValueError for turns without a template.
+    """
 
     num_fewshot: int | None = None
     limit: float | None = None
     seed: int = 0
     prefill_chunk: int | None = None
     apply_chat_template: bool = False
+    fewshot_as_multiturn: bool | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.fewshot_as_multiturn is None:
+            object.__setattr__(self, "fewshot_as_multiturn", self.apply_chat_template)
+        elif self.fewshot_as_multiturn and not self.apply_chat_template:
+            raise ValueError("fewshot_as_multiturn: turns need a chat template; add apply_chat_template")
 
 
 def evaluate_all(
@@ -92,7 +103,8 @@ def _empty_result(lm: CompressedLM, name: str, task: Task, settings: Settings, m
     )
     same = ("fingerprint", "task", "task_version", "method", "num_fewshot", "limit", "seed", "data_hash")
     relevant = {part: getattr(result, part) for part in same}
-    own = {"prefill_chunk": settings.prefill_chunk, "chat": settings.apply_chat_template, "max_length": lm.max_length}
+    own = {"prefill_chunk": settings.prefill_chunk, "max_length": lm.max_length}
+    own |= {"chat": settings.apply_chat_template, "turns": settings.fewshot_as_multiturn}
     result.key = digest([relevant, own, result.versions["kvcompress"], result.versions["lm_eval"]])
     return result
 
@@ -110,6 +122,7 @@ def _run(lm: CompressedLM, task: Task, settings: Settings, result: EvalResult) -
             tasks,
             limit=settings.limit,  # pyright: ignore[reportArgumentType]  # a part of the documents is allowed
             apply_chat_template=settings.apply_chat_template,
+            fewshot_as_multiturn=bool(settings.fewshot_as_multiturn),
             bootstrap_iters=1000,
         )
         found["config"] = {"model": result.model, "model_args": {"method": result.method}, **result.settings}

@@ -1,3 +1,5 @@
+import copy
+import inspect
 import json
 import sys
 from collections.abc import Callable
@@ -12,6 +14,8 @@ pytest.importorskip("lm_eval", reason="lm-eval is not installed (extra eval)")
 import datasets.config
 import lm_eval.tasks
 from filelock import FileLock
+from lm_eval.evaluator import simple_evaluate
+from transformers import PreTrainedTokenizerFast
 
 from kvcompress.cli import main
 from kvcompress.evals import evaluation, loading
@@ -177,6 +181,46 @@ def test_what_a_score_depends_on_is_measured_again(tmp_path: Path, haystack_file
     assert folder.refused == []
 
 
+def chatting() -> PreTrainedTokenizerFast:
+    """The trained tokenizer with a chat template."""
+    tokenizer = copy.deepcopy(trained())
+    tokenizer.chat_template = (
+        "{% for message in messages %}<{{ message.role }}> {{ message.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    return tokenizer
+
+
+def test_few_shot_examples_are_turns_of_a_chat_as_in_lm_eval(
+    run: Run, data: None, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("chatting")
+    lm.model().save_pretrained(folder)
+    chatting().save_pretrained(folder)
+    arguments = ["--tasks", "piqa", "--num_fewshot", "2", "--limit", "2", "--apply_chat_template"]
+    assert run(*arguments, model=str(folder))[0] == 0
+    assert run(*arguments, "--no_fewshot_as_multiturn", model=str(folder))[0] == 0
+    own = {}
+    for path in (tmp_path / "out" / "lm_eval").glob("*.json"):
+        found = json.loads(path.read_text())
+        prompts = [[pair[0] for pair in sample["arguments"]] for sample in found["samples"]["piqa_local"]]
+        own[found["config"]["fewshot_as_multiturn"]] = prompts
+    default = inspect.signature(simple_evaluate).parameters["fewshot_as_multiturn"].default
+    assert default is True
+    theirs = lm.hf(tokenizer=chatting())
+    for turns in (True, False):
+        task = load_tasks(["piqa"], None, {})["piqa_local"]
+        task.set_config("num_fewshot", 2)
+        task.set_fewshot_seed(0)
+        tasks: Any = {"tasks": {"piqa_local": task}, "groups": {}}
+        found: Any = evaluation.evaluate(
+            theirs, tasks, limit=2, apply_chat_template=True, fewshot_as_multiturn=turns, bootstrap_iters=0
+        )
+        samples = found["samples"]["piqa_local"]
+        assert own[turns] == [[pair[0] for pair in sample["arguments"]] for sample in samples]
+        assert own[turns][0][0].count("<user>") == (3 if turns else 1)
+
+
 def test_two_runs_into_one_folder_are_refused(run: Run, data: None, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     lock = FileLock(tmp_path / "out" / ".lock")
@@ -208,6 +252,8 @@ def test_nothing_but_failures_exits_with_1(run: Run, data: None) -> None:
         (["--batch_size", "none"], "--batch_size must be a number of at least 1 or \"auto\", got 'none'"),
         (["--metadata", "{length}"], "--metadata is not JSON"),
         (["--metadata", "[1]"], "--metadata must be a JSON object"),
+        (["--apply_chat_template"], "has no chat template; leave the option out"),
+        (["--fewshot_as_multiturn"], "turns need a chat template; add apply_chat_template"),
         (["--dtype", "float23"], "did you mean 'float32'"),
         (["--methods", "snapkv(budget=4, window=2, positions='slots')"], 'positions must be "original" or "cache"'),
     ],
