@@ -5,18 +5,18 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.generation.configuration_utils import GenerationMode
 
-from kvcompress import attention
+from kvcompress import attention, generate
 from kvcompress.cache import CompressedCache
-from kvcompress.compat import cache_argument, mask_width
+from kvcompress.compat import cache_argument
 from kvcompress.decoder import decoder_of, layer_windows
 from kvcompress.errors import CacheError, WrapError
 from kvcompress.inputs import (
@@ -26,7 +26,6 @@ from kvcompress.inputs import (
     check_past,
     finish,
     new_columns,
-    past_mask,
     prepare,
     under_torch_compile,
 )
@@ -86,8 +85,8 @@ class Wrapped:
         self._set(self.model, "_kvcompress_wrapped", self)
         for config in self._configs():
             self._set(config, "_attn_implementation_internal", attention.NAME)
-        self._set(self.model, "_prepare_cache_for_generation", self._prepare_cache)
-        self._set(self.model, "_prefill", self._prefill_for_generate)
+        self._set(self.model, "_prepare_cache_for_generation", partial(generate.prepare_cache, self))
+        self._set(self.model, "_prefill", partial(generate.prefill, self))
         before = self.decoder.register_forward_pre_hook(self._before, with_kwargs=True)
         after = self.decoder.register_forward_hook(self._after, with_kwargs=True)
         self._undo += [before.remove, after.remove]
@@ -169,17 +168,17 @@ class Wrapped:
         """
         self._require_entered()
         cache = cache if cache is not None else self.new_cache()
-        check_ids(ids, self._vocabulary)
+        check_ids(ids, self.vocabulary)
         counts = new_columns(attention_mask, *ids.shape)
         check_past(attention_mask, cache, ids.shape[1])
-        chunk = self._chunk(chunk, ids.shape[1])
+        chunk = self.chunk(chunk, ids.shape[1])
         mask = None if attention_mask is None else attention_mask[:, attention_mask.shape[1] - ids.shape[1] :]
         output = None
-        with self._prompt(cache, counts, ids.shape[1], ids, chunk) as reuse:
+        with self.prompt(cache, counts, ids.shape[1], ids, chunk) as reuse:
             step = chunk or ids.shape[1]
             parts = [slice(start, start + step) for start in range(0, ids.shape[1], step)]
             for part in parts if reuse is None else reuse.parts:
-                output = self(ids[:, part], cache, None if mask is None else mask[:, part], **self._last_logits)
+                output = self(ids[:, part], cache, None if mask is None else mask[:, part], **self.last_logits)
         assert output is not None
         output.logits = output.logits[:, -1:]
         return output
@@ -192,28 +191,13 @@ class Wrapped:
         """
         self._require_entered()
         ids = options.pop("input_ids", None) if ids is None else ids
-        if ids is None:
-            raise WrapError("generate needs input ids [batch, columns]")
-        check_ids(ids, self._vocabulary)
-        if cache is not None:
-            self._check(cache)
-            options[self.cache_name] = cache
-            if cache.columns:
-                cache.check_rows(len(ids))
-                mask = options.pop("attention_mask", None)
-                mask = torch.ones_like(ids) if mask is None else mask
-                new_columns(mask, *ids.shape)
-                check_past(mask, cache, ids.shape[1])
-                past = past_mask(cache, ids.device).to(mask.dtype)
-                options["attention_mask"] = torch.cat([past, mask[:, mask.shape[1] - ids.shape[1] :]], 1)
-        generate: Any = self.model.generate
-        return generate(ids, **options)
+        return generate.generate(self, ids, cache, options)
 
     def _require_entered(self) -> None:
         if not self._undo:
             raise WrapError("the model is not wrapped here; use `with wrap(model, method) as wrapped:`")
 
-    def _chunk(self, chunk: int | None, columns: int) -> int | None:
+    def chunk(self, chunk: int | None, columns: int) -> int | None:
         """The chunk asked for, or the one that keeps a prompt past the trained length in range."""
         if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
             raise WrapError(f"chunk must be an integer of at least 1, got {chunk!r}")
@@ -224,14 +208,14 @@ class Wrapped:
             return max(1, min(1024, trained // 4))
         return chunk
 
-    def _prompt(
+    def prompt(
         self, cache: CompressedCache, counts: list[int], columns: int, ids: Tensor | None, chunk: int | None
     ) -> AbstractContextManager[Reuse | None]:
         """While a prompt of `columns` columns is fed, `counts[b]` of them tokens of row b; `ids` if that is all of it.
 
         Gives what of it a prefix cache serves, if there is one and the prompt can run over it.
         """
-        self._check(cache)
+        self.check(cache)
         if not all(counts):
             raise WrapError(f"row {counts.index(0)} of the batch is all padding; give each row at least one token")
         cache.check_rows(len(counts))
@@ -243,16 +227,16 @@ class Wrapped:
             raise WrapError("this model is wrapped already; leave the first `with wrap(...)` block before the next")
 
     @property
-    def _last_logits(self) -> dict[str, Any]:
+    def last_logits(self) -> dict[str, Any]:
         """The option of the model that gives the logits of the last token only, if it has one."""
         return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(self.model.forward).parameters else {}
 
     @property
-    def _vocabulary(self) -> int | None:
+    def vocabulary(self) -> int | None:
         """How many ids the model can embed."""
         return getattr(self.model.get_input_embeddings(), "num_embeddings", None)
 
-    def _check(self, cache: Any) -> None:
+    def check(self, cache: Any) -> None:
         if not isinstance(cache, CompressedCache):
             raise WrapError(
                 f"the call was given a {type(cache).__name__}; while wrapped, use wrapped.new_cache() or give none"
@@ -280,73 +264,16 @@ class Wrapped:
                 stacklevel=2,
             )
             return None
-        self._check(cache)
+        self.check(cache)
         if torch.is_grad_enabled() and any(weight.requires_grad for weight in self.model.parameters()):
             raise WrapError("gradients do not flow through a compressed cache; call the model under torch.no_grad()")
         self._cache = cache
-        return (), prepare(cache, arguments, self._vocabulary)
+        return (), prepare(cache, arguments, self.vocabulary)
 
     def _after(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         cache = cache_in(kwargs)
         if isinstance(cache, CompressedCache):
             finish(cache, output[0])
-
-    def _prepare_cache(
-        self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, *_: Any, **__: Any
-    ) -> None:
-        """Stands in for the model's own: gives generate a cache of ours, and refuses what cannot run over one."""
-        if generation_mode == GenerationMode.ASSISTED_GENERATION:
-            raise WrapError(
-                "assisted decoding rolls the cache back, which a compressed one cannot; generate without it"
-            )
-        if generation_config.use_cache is False:
-            raise WrapError("use_cache=False: a wrapped model needs its cache; leave use_cache out")
-        asked = generation_config.cache_implementation
-        if asked is not None and asked != self.model.generation_config.cache_implementation:
-            raise WrapError(f"cache_implementation={asked!r} was asked for while the model is wrapped; leave it out")
-        cache = model_kwargs.get(self.cache_name)
-        if cache is None:
-            cache = model_kwargs[self.cache_name] = self.new_cache()
-        self._check(cache)
-        cache._is_user_defined = True  # pyright: ignore[reportAttributeAccessIssue]
-
-    def _prefill_for_generate(
-        self, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        """Tells the cache where the prompt of `generate` ends, then runs the model's own prefill."""
-        cache = model_kwargs.get(self.cache_name)
-        prompt: AbstractContextManager[Reuse | None] = nullcontext()
-        further: list[tuple[Tensor, Tensor]] | None = None
-        if isinstance(cache, CompressedCache):
-            mask = model_kwargs.get("attention_mask")
-            embeds = model_kwargs.get("inputs_embeds")
-            columns = input_ids.shape[1] if embeds is None or cache.columns else embeds.shape[1]
-            if cache.columns and mask_width(mask, generation_config) == input_ids.shape[1]:
-                columns -= cache.columns
-            if columns < 1:
-                raise WrapError(
-                    f"the cache has seen {cache.columns} columns already; give generate at least one new token"
-                )
-            if input_ids.numel():
-                check_ids(input_ids, self._vocabulary)
-            generation_config.prefill_chunk_size = self._chunk(generation_config.prefill_chunk_size, columns)
-            counts, chunk = new_columns(mask, input_ids.shape[0], columns), generation_config.prefill_chunk_size
-            # Whatever else the model is given may change the KV of the same ids.
-            others = set(model_kwargs) - {"attention_mask", "position_ids", self.cache_name}
-            alone = chunk is None and not any(isinstance(model_kwargs[name], Tensor) for name in others)
-            prompt = self._prompt(cache, counts, columns, input_ids if alone else None, chunk)
-            if cache.columns and chunk is not None:
-                # transformers 5.17 cuts the mask and positions of a further turn's chunks at the wrong columns.
-                new = input_ids[:, -columns:]
-                padding = torch.ones_like(new) if mask is None else mask[:, -columns:]
-                further = list(zip(new.split(chunk, 1), padding.split(chunk, 1), strict=True))
-        own: Any = type(self.model)
-        with prompt as reuse:
-            for part in reuse.parts[:-1] if reuse is not None else ():
-                self(input_ids[:, part], cache, **self._last_logits)
-            if further is not None:
-                return [self(new, cache, padding, **self._last_logits) for new, padding in further][-1]
-            return own._prefill(self.model, input_ids, generation_config, model_kwargs, *args, **kwargs)
 
     def _configs(self) -> list[Any]:
         found = {id(module.config): module.config for module in self.model.modules() if hasattr(module, "config")}

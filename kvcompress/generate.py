@@ -1,0 +1,94 @@
+"""`generate` over a compressed cache: what stands in for the model's own parts while it is wrapped."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers.generation.configuration_utils import GenerationMode
+
+from kvcompress.cache import CompressedCache
+from kvcompress.compat import mask_width
+from kvcompress.errors import WrapError
+from kvcompress.inputs import check_ids, check_past, new_columns, past_mask
+
+if TYPE_CHECKING:
+    from kvcompress.prefix.reuse import Reuse
+    from kvcompress.wrapping import Wrapped
+
+
+def generate(wrapped: Wrapped, ids: Tensor | None, cache: CompressedCache | None, options: dict[str, Any]) -> Any:
+    """`Wrapped.generate`."""
+    if ids is None:
+        raise WrapError("generate needs input ids [batch, columns]")
+    check_ids(ids, wrapped.vocabulary)
+    if cache is not None:
+        wrapped.check(cache)
+        options[wrapped.cache_name] = cache
+        if cache.columns:
+            cache.check_rows(len(ids))
+            mask = options.pop("attention_mask", None)
+            mask = torch.ones_like(ids) if mask is None else mask
+            new_columns(mask, *ids.shape)
+            check_past(mask, cache, ids.shape[1])
+            past = past_mask(cache, ids.device).to(mask.dtype)
+            options["attention_mask"] = torch.cat([past, mask[:, mask.shape[1] - ids.shape[1] :]], 1)
+    generate: Any = wrapped.model.generate
+    return generate(ids, **options)
+
+
+def prepare_cache(
+    wrapped: Wrapped, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, *_: Any, **__: Any
+) -> None:
+    """Stands in for the model's own: gives generate a cache of ours, and refuses what cannot run over one."""
+    if generation_mode == GenerationMode.ASSISTED_GENERATION:
+        raise WrapError("assisted decoding rolls the cache back, which a compressed one cannot; generate without it")
+    if generation_config.use_cache is False:
+        raise WrapError("use_cache=False: a wrapped model needs its cache; leave use_cache out")
+    asked = generation_config.cache_implementation
+    if asked is not None and asked != wrapped.model.generation_config.cache_implementation:
+        raise WrapError(f"cache_implementation={asked!r} was asked for while the model is wrapped; leave it out")
+    cache = model_kwargs.get(wrapped.cache_name)
+    if cache is None:
+        cache = model_kwargs[wrapped.cache_name] = wrapped.new_cache()
+    wrapped.check(cache)
+    cache._is_user_defined = True  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def prefill(
+    wrapped: Wrapped, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Tells the cache where the prompt of `generate` ends, then runs the model's own prefill."""
+    cache = model_kwargs.get(wrapped.cache_name)
+    prompt: AbstractContextManager[Reuse | None] = nullcontext()
+    further: list[tuple[Tensor, Tensor]] | None = None
+    if isinstance(cache, CompressedCache):
+        mask = model_kwargs.get("attention_mask")
+        embeds = model_kwargs.get("inputs_embeds")
+        columns = input_ids.shape[1] if embeds is None or cache.columns else embeds.shape[1]
+        if cache.columns and mask_width(mask, generation_config) == input_ids.shape[1]:
+            columns -= cache.columns
+        if columns < 1:
+            raise WrapError(f"the cache has seen {cache.columns} columns already; give generate at least one new token")
+        if input_ids.numel():
+            check_ids(input_ids, wrapped.vocabulary)
+        generation_config.prefill_chunk_size = wrapped.chunk(generation_config.prefill_chunk_size, columns)
+        counts, chunk = new_columns(mask, input_ids.shape[0], columns), generation_config.prefill_chunk_size
+        # Whatever else the model is given may change the KV of the same ids.
+        others = set(model_kwargs) - {"attention_mask", "position_ids", wrapped.cache_name}
+        alone = chunk is None and not any(isinstance(model_kwargs[name], Tensor) for name in others)
+        prompt = wrapped.prompt(cache, counts, columns, input_ids if alone else None, chunk)
+        if cache.columns and chunk is not None:
+            # transformers 5.17 cuts the mask and positions of a further turn's chunks at the wrong columns.
+            new = input_ids[:, -columns:]
+            padding = torch.ones_like(new) if mask is None else mask[:, -columns:]
+            further = list(zip(new.split(chunk, 1), padding.split(chunk, 1), strict=True))
+    own: Any = type(wrapped.model)
+    with prompt as reuse:
+        for part in reuse.parts[:-1] if reuse is not None else ():
+            wrapped(input_ids[:, part], cache, **wrapped.last_logits)
+        if further is not None:
+            return [wrapped(new, cache, padding, **wrapped.last_logits) for new, padding in further][-1]
+        return own._prefill(wrapped.model, input_ids, generation_config, model_kwargs, *args, **kwargs)
