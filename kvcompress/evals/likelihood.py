@@ -31,6 +31,13 @@ class Continuation:
     fed: tuple[int, ...]
     scored: tuple[int, ...]
 
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.scored) <= len(self.fed) + 1:
+            raise ValueError(
+                f"{len(self.scored)} scored tokens: expected 1 to {len(self.fed) + 1}, what a prompt and "
+                f"{len(self.fed)} fed tokens predict"
+            )
+
 
 @dataclass(frozen=True)
 class Likelihood:
@@ -71,6 +78,7 @@ def score(
 ) -> list[Likelihood]:
     """The likelihood of each item. Items with the same prompt share its prefill and go on from forks of it.
 
+    Those that feed the same tokens behind it share them, too, however many of them each scores.
     At most `rows` rows are decoded at once, none of them longer than `longest` tokens with what fills it up. Methods
     that act on every call are fed token by token, others in larger calls with equal results. `on_result(index,
     result)` is told of every result as soon as it is known.
@@ -120,23 +128,23 @@ class Tally:
 
     def __init__(self, line: Line) -> None:
         self.line = line
-        self.count = len(next(iter(line.scored.values())))
         self.sums = dict.fromkeys(line.scored, 0.0)
         self.greedy = dict.fromkeys(line.scored, True)
         self.compressed = False
 
     def add(self, log_probabilities: Tensor, begin: int) -> None:
-        """Counts predictions `begin` and on, [T, V], as far as they are scored."""
-        offset = len(self.line.fed) - self.count
-        start, stop = max(begin, offset), min(begin + len(log_probabilities), len(self.line.fed))
-        if start >= stop:
-            return
-        block = log_probabilities[start - begin : stop - begin]
-        likeliest = block.argmax(-1)
+        """Counts predictions `begin` and on, [T, V], for each item as far as it scores them."""
+        end = len(self.line.fed)
+        likeliest = log_probabilities.argmax(-1)
         for index, ids in self.line.scored.items():
-            targets = torch.tensor(ids[start - offset : stop - offset], device=block.device)
-            self.sums[index] += float(block.gather(-1, targets[:, None]).sum())
-            self.greedy[index] &= bool((likeliest == targets).all())
+            offset = end - len(ids)
+            start, stop = max(begin, offset), min(begin + len(log_probabilities), end)
+            if start >= stop:
+                continue
+            targets = torch.tensor(ids[start - offset : stop - offset], device=likeliest.device)
+            rows = slice(start - begin, stop - begin)
+            self.sums[index] += float(log_probabilities[rows].gather(-1, targets[:, None]).sum())
+            self.greedy[index] &= bool((likeliest[rows] == targets).all())
 
 
 def _feed(
