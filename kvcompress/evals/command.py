@@ -136,7 +136,7 @@ def _evaluate(
         raise ValueError(
             f"--apply_chat_template: the tokenizer of {model!r} has no chat template; leave the option out"
         )
-    found = load_tasks(names, tokenizer, settings["metadata"])
+    found = load_tasks(names, tokenizer, {"apply_chat_template": chosen.apply_chat_template, **chosen.metadata})
     with ResultsFolder(folder).opened() as results_folder:
         loaded = load_model(model, **loading)
         models = [

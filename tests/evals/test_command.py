@@ -1,4 +1,3 @@
-import copy
 import inspect
 import json
 import sys
@@ -15,7 +14,6 @@ import datasets.config
 import lm_eval.tasks
 from filelock import FileLock
 from lm_eval.evaluator import simple_evaluate
-from transformers import PreTrainedTokenizerFast
 
 from kvcompress.cli import main
 from kvcompress.evals import evaluation, loading
@@ -28,7 +26,7 @@ from kvcompress.evals.table import cell, difference_rows, score_rows
 from kvcompress.measure.statistics import PairedDifference, paired_difference
 from kvcompress.runs.records import RecordsError
 from tests.evals import lm
-from tests.evals.tiny import trained
+from tests.evals.tiny import chatting, trained
 
 SNAPKV = "snapkv(budget=0.25, window=4)"
 # The tiny model has 16 channels a head, which groups of 5 do not divide.
@@ -181,16 +179,6 @@ def test_what_a_score_depends_on_is_measured_again(tmp_path: Path, haystack_file
     assert folder.refused == []
 
 
-def chatting() -> PreTrainedTokenizerFast:
-    """The trained tokenizer with a chat template."""
-    tokenizer = copy.deepcopy(trained())
-    tokenizer.chat_template = (
-        "{% for message in messages %}<{{ message.role }}> {{ message.content }}\n{% endfor %}"
-        "{% if add_generation_prompt %}<assistant>{% endif %}"
-    )
-    return tokenizer
-
-
 def test_few_shot_examples_are_turns_of_a_chat_as_in_lm_eval(
     run: Run, data: None, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -315,8 +303,8 @@ def made(method: str, scores: list[float | None], **options: Any) -> EvalResult:
 
 
 def test_differences_are_paired_and_refused_where_they_must_be() -> None:
-    base = [1.0, 0.0, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0, 0.0]
-    worse = [0.0, 0.0, 1.0, 0.0, 0.0, 1.0, 1.0, 1.0, None]
+    base: list[float | None] = [1.0, 0.0, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0, 0.0]
+    worse: list[float | None] = [0.0, 0.0, 1.0, 0.0, 0.0, 1.0, 1.0, 1.0, None]
     cases = {
         "a": compare_to_exact([made("exact", base), made("a", worse)])[0],
         "few": compare_to_exact([made("exact", base[:3]), made("few", worse[:3])])[0],

@@ -2,6 +2,7 @@ import hashlib
 import json
 import re
 from collections import Counter
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -50,6 +51,9 @@ def test_the_length_is_never_exceeded_and_missed_by_less_than_one_unit(
     assert sample.length == len(sample.prompt.encode()) <= length == sample.target_length
     largest_unit = {"kv_retrieval": len(',\n"": ""') + 2 * 36, "common_words": len(", ") + 9}
     assert length - sample.length <= largest_unit.get(family, SENTENCE_BYTES)
+    # What is kept for the answer is missing to the prompt, and to nothing else of the sample.
+    kept = one(family, haystack_file, length + 77, depth, seed, answer_tokens=77)
+    assert kept == replace(sample, target_length=length + 77)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -238,6 +242,9 @@ def test_samples_are_bitwise_the_same_on_every_machine(haystack_file: str) -> No
         ("needle", {"depths": []}, r"depths=\[\]: expected at least one"),
         ("needle", {"samples": 0}, "samples=0: expected a whole number of at least 1"),
         ("needle", {"length": 0.5}, "length=0.5: expected a whole number"),
+        ("needle", {"answer_tokens": 4000}, "answer_tokens=4000: expected 0 or more, and less than length=4000"),
+        ("needle", {"apply_chat_template": True}, "the tokenizer has no chat template"),
+        ("needle", {"length": 64, "answer_tokens": 9}, "tokens, of which 9 are kept for the answer is too short"),
         ("needle", {"length": 64}, r"length=64 tokens is too short: the shortest prompt of this task has \d+"),
     ],
 )

@@ -12,13 +12,16 @@ import datasets
 import lm_eval.tasks
 from lm_eval.api.model import LM
 from lm_eval.api.task import ConfigurableTask
+from lm_eval.evaluator import evaluate as evaluate_tasks
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks._yaml_loader import load_yaml
 
 from kvcompress.evals import LOCAL_TASKS, TASKS_FOLDER, MissingData, find_tasks
+from kvcompress.evals.model import CompressedLM
+from tests.evals import lm
 from tests.evals.reader import Reader
-from tests.evals.tiny import trained
+from tests.evals.tiny import chatting, trained
 
 SHARED_TASKS = Path(__file__).resolve().parents[3] / "shared" / "data" / "tasks"
 needs_shared_data = pytest.mark.skipif(not SHARED_TASKS.is_dir(), reason="../shared/data/tasks is not on this machine")
@@ -53,15 +56,15 @@ def test_every_generated_task_runs_and_a_reader_of_its_prompts_scores_full(hayst
         assert scores["string_match_all,none"] == 1, name
         other = "string_match_part,none" if "string_match_part,none" in scores else "exact_match,none"
         assert scores[other] == 1, name
-        assert results["versions"][name] == 1
+        assert results["versions"][name] == 2
         assert results["n-shot"][name] == 0
         kilo = [part for part in name.split("_") if part[0].isdigit()]
         target = int(kilo[0].replace("k", "")) * (1024 if "k" in kilo[0] else 1) if kilo else 1800
         for sample in results["samples"][name]:
-            doc, (prompt, _) = sample["doc"], sample["arguments"][0]
+            doc, (prompt, options) = sample["doc"], sample["arguments"][0]
             assert prompt == doc["context"] + doc["question"] + doc["answer_prefix"]
-            assert doc["length"] == len(trained()(prompt).input_ids) <= target
-            assert target - doc["length"] < 100
+            assert doc["length"] == len(trained()(prompt).input_ids)
+            assert 0 <= target - doc["length"] - options["max_gen_toks"] < 100
             assert doc["query_aware"] is not name.endswith("_agnostic")
     json.dumps(results["samples"]["needle"])
 
@@ -90,6 +93,25 @@ def random_llama() -> Any:
     )
     settings: dict[str, Any] = {"pretrained": LlamaForCausalLM(config).eval(), "tokenizer": trained(), "batch_size": 2}
     return HFLM(**settings)
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_prompt_as_long_as_the_model_leaves_room_to_answer(chat: bool, haystack_file: str) -> None:
+    tokenizer = chatting() if chat else trained()
+    settings: dict[str, Any] = {"length": lm.LENGTH, "samples": 3, "haystack": haystack_file}
+    names = ["passkey", "needle_agnostic"]
+    manager, found = find_tasks(names, tokenizer, apply_chat_template=chat, **settings)
+    tasks: Any = manager.load(found)
+    model = CompressedLM(lm.model(), tokenizer=tokenizer, batch_size=2)
+    assert model.max_length == lm.LENGTH
+    results: Any = evaluate_tasks(model, tasks, apply_chat_template=chat, fewshot_as_multiturn=chat, bootstrap_iters=0)
+    assert model.truncated == 0
+    for name in names:
+        for sample in results["samples"][name]:
+            prompt, options = sample["arguments"][0]
+            assert ("<user>" in prompt) is chat
+            assert sample["doc"]["length"] == len(tokenizer.encode(prompt))
+            assert 0 <= lm.LENGTH - sample["doc"]["length"] - options["max_gen_toks"] < 100
 
 
 def test_a_random_model_gets_the_length_measured_here(haystack_file: str) -> None:

@@ -1,5 +1,6 @@
 """A byte-level tokenizer, a trained one and a small haystack, all built in code."""
 
+import copy
 from functools import cache
 from random import Random
 
@@ -28,6 +29,16 @@ def trained() -> PreTrainedTokenizerFast:
     )
     tokenizer.train_from_iterator([small_haystack()], trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="</s>")
+
+
+def chatting() -> PreTrainedTokenizerFast:
+    """The trained tokenizer with a chat template."""
+    tokenizer = copy.deepcopy(trained())
+    tokenizer.chat_template = (
+        "{% for message in messages %}<{{ message.role }}> {{ message.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    return tokenizer
 
 
 @cache

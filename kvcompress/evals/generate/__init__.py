@@ -57,16 +57,20 @@ def make_samples(
     haystack: str | None = None,
     depths: Sequence[float] | None = None,
     query_aware: bool = True,
+    answer_tokens: int = 0,
+    apply_chat_template: bool = False,
     **options: Any,
 ) -> list[Sample]:
-    """Make ``samples`` samples of a family whose prompts have at most ``length`` tokens of ``tokenizer``.
+    """Make ``samples`` samples of a family whose prompts, with ``answer_tokens`` more, have at most ``length`` tokens.
 
-    A prompt misses ``length`` by less than one more haystack sentence (key-value pair, list entry) would add.
+    As in RULER (arXiv 2404.06654) the answer counts to the length. Tokens are those of ``tokenizer``, and with
+    ``apply_chat_template`` those of its chat template too. A prompt misses the length by less than one more haystack
+    sentence (key-value pair, list entry) would add.
     Sample ``i`` uses ``depths[i % len(depths)]``, so that the first few already cover all depths, and depends
     only on the seed, the family, its options and ``i``: the query-aware and the query-agnostic form have the
     same prompts, and another length hides the same needles. ``options`` are those of the family, such as
     ``keys=4`` of ``needle``. Raises ``ValueError`` for an unknown family or option, a depth outside 0 to 1,
-    less than one sample, and a length too short for the task.
+    less than one sample, a length too short for the task, and a chat without a template.
     """
     if family not in FAMILIES:
         raise ValueError(f"unknown task family {family!r}{nearest(family, FAMILIES)}; one of {', '.join(FAMILIES)}")
@@ -82,8 +86,15 @@ def make_samples(
     for name, value in (("samples", samples), ("length", length)):
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"{name}={value!r}: expected a whole number of at least 1")
+    if not 0 <= answer_tokens < length:
+        raise ValueError(
+            f"answer_tokens={answer_tokens}: expected 0 or more, and less than length={length} for the prompt's sake"
+        )
+    if apply_chat_template and not getattr(tokenizer, "chat_template", None):
+        raise ValueError("apply_chat_template: the tokenizer has no chat template; leave it out")
     text = load_haystack(haystack or kind.haystack)
-    setting = Setting(text, tokenizer, length)
+    chat = getattr(tokenizer, "apply_chat_template", None) if apply_chat_template else None
+    setting = Setting(text, tokenizer, length, answer_tokens, chat)
     made: list[Sample] = []
     for index in range(samples):
         # A text seed is hashed by random itself (SHA-512), alike on every machine.

@@ -31,7 +31,7 @@ def common_words(rng: Random, setting: Setting, depth: None = None, *, words: in
             f"{setting.haystack.name!r} has {len(vocabulary)} of 4 to 9 letters: ask for fewer or use a longer text"
         )
     rare = [word for word in order if word not in common]
-    entries = ceil(setting.length / (setting.count(", ".join(order[:100])) / 100))
+    entries = ceil(setting.longest_prompt / (setting.count(", ".join(order[:100])) / 100))
     repeats = ceil(entries / len(rare))
     often = max(repeats + 2, min(OFTEN * repeats, entries // (2 * words)))
     shuffle_seed = rng.getrandbits(64)

@@ -1,9 +1,11 @@
 """A task's sample while it is made: what was drawn, and how long its context may still grow."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sized
 from dataclasses import dataclass
 from random import Random
-from typing import Protocol
+from typing import Any, Protocol
 
 from kvcompress.evals.haystack import Haystack
 
@@ -16,15 +18,33 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True)
 class Setting:
-    """What all samples of a task share: the haystack, the tokenizer and the target length in tokens."""
+    """What all samples of a task share: the haystack, the tokenizer, and the tokens of a prompt with its answer.
+
+    Prompts are counted within a chat where `chat` is a tokenizer's `apply_chat_template`.
+    """
 
     haystack: Haystack
     tokenizer: Tokenizer
     length: int
+    answer_tokens: int = 0
+    chat: Callable[..., Any] | None = None
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens that are left for a prompt."""
+        return self.length - self.answer_tokens
 
     def count(self, text: str) -> int:
         """Tokens of a text, with the special tokens the tokenizer adds by itself."""
         return len(self.tokenizer.encode(text))
+
+    def count_prompt(self, draft: Draft, units: int) -> int:
+        """Tokens of a draft's prompt with so many units. In a chat the answer that it begins is a turn of its own."""
+        if self.chat is None:
+            return self.count(draft.prompt(units))
+        asked = {"role": "user", "content": draft.context(units) + draft.question}
+        begun = {"role": "assistant", "content": draft.answer_prefix}
+        return self.count(self.chat([asked, begun], tokenize=False, continue_final_message=True))
 
 
 @dataclass(frozen=True)
@@ -49,7 +69,7 @@ class Draft:
 
 
 def largest_fitting(draft: Draft, setting: Setting) -> tuple[int, int]:
-    """The units with which the prompt has at most ``setting.length`` tokens, while one more is too long.
+    """The units with which the prompt has at most ``setting.longest_prompt`` tokens, while one more is too long.
 
     Returns that number and the prompt's tokens. Raises ``ValueError`` if a single unit is already too long.
     """
@@ -57,33 +77,35 @@ def largest_fitting(draft: Draft, setting: Setting) -> tuple[int, int]:
 
     def count(units: int) -> int:
         if units not in counts:
-            counts[units] = setting.count(draft.prompt(units))
+            counts[units] = setting.count_prompt(draft, units)
         return counts[units]
 
-    if count(1) > setting.length:
+    longest = setting.longest_prompt
+    if count(1) > longest:
+        answer = f", of which {setting.answer_tokens} are kept for the answer" if setting.answer_tokens else ""
         raise ValueError(
-            f"length={setting.length} tokens is too short: the shortest prompt of this task has {count(1)}; "
-            f"give at least that many"
+            f"length={setting.length} tokens{answer} is too short: the shortest prompt of this task has {count(1)}; "
+            f"give at least {count(1) + setting.answer_tokens}"
         )
     # Counting a long prompt is slow, so first jump to where the room left should be used up.
     units, step = 1, 16
     for _ in range(4):
         per_unit = max((count(units + step) - count(units)) / step, 1)
         units += step
-        step = max(int((setting.length - count(units)) / per_unit), 1 - units)
+        step = max(int((longest - count(units)) / per_unit), 1 - units)
         if abs(step) <= 2:
             break
     fits = units + step
     step = 1
-    while count(fits) > setting.length:
+    while count(fits) > longest:
         fits, step = max(1, fits - step), step * 2
     step = 1
-    while count(fits + step) <= setting.length:
+    while count(fits + step) <= longest:
         fits, step = fits + step, step * 2
     too_many = fits + step
     while too_many - fits > 1:
         middle = (fits + too_many) // 2
-        fits, too_many = (middle, too_many) if count(middle) <= setting.length else (fits, middle)
+        fits, too_many = (middle, too_many) if count(middle) <= longest else (fits, middle)
     return fits, count(fits)
 
 

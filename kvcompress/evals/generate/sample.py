@@ -9,10 +9,10 @@ from typing import Any
 class Sample:
     """One prompt with its answers: ``context + question + answer_prefix``, in this order.
 
-    ``length`` counts the prompt's tokens, those included that the tokenizer adds by itself, and never exceeds
-    ``target_length``. ``depth`` is the place of the (first) answer, 0 at the beginning and 1 at the end of the
-    haystack, or ``None`` where the answer has no single place. ``first_question`` is empty but in tasks of two
-    turns, where ``question`` starts with it. ``haystack_sha256`` names the exact text.
+    ``length`` counts the prompt's tokens, those included that the tokenizer or its chat template adds; with the tokens
+    kept for the answer it never exceeds ``target_length``. ``depth`` is the place of the (first) answer, 0 at the
+    beginning and 1 at the end of the haystack, or ``None`` where the answer has no single place. ``first_question`` is
+    empty but in tasks of two turns, where ``question`` starts with it. ``haystack_sha256`` names the exact text.
     """
 
     family: str

@@ -10,7 +10,7 @@ from kvcompress.evals.local_data import read_items
 from kvcompress.evals.scoring import any_contained, exact_match, recall
 from kvcompress.models import load_tokenizer
 
-SHARED = ("length", "samples", "seed", "haystack", "depths", "tokenizer")
+SHARED = ("length", "samples", "seed", "haystack", "depths", "tokenizer", "apply_chat_template")
 """What a user may set for every generated task, by the task manager's metadata."""
 
 
@@ -24,6 +24,8 @@ def generated_documents(
     seed: int = 0,
     haystack: str | None = None,
     depths: list[float] | None = None,
+    answer_tokens: int = 0,
+    apply_chat_template: bool = False,
     tokenizer: Tokenizer | str | None = None,
     pretrained: Any = None,
     **others: Any,
@@ -32,7 +34,8 @@ def generated_documents(
 
     ``tokenizer`` (an object, a folder or a name), else that of ``pretrained``, measures the length.
     ``fixed_length`` is that of a task with a length in its name; it wins over ``length``, which may be meant for
-    other tasks of the same run. Raises ``ValueError`` if there is no tokenizer and for a misspelt setting.
+    other tasks of the same run. ``answer_tokens`` of it are the answer's. Raises ``ValueError`` if there is no
+    tokenizer and for a misspelt setting.
     """
     options = {name: others.pop(name) for name in FAMILIES[family].options if name in others}
     for name in others:
@@ -54,6 +57,8 @@ def generated_documents(
         haystack=haystack,
         depths=depths,
         query_aware=query_aware,
+        answer_tokens=answer_tokens,
+        apply_chat_template=apply_chat_template,
         **options,
     )
     return {"test": Dataset.from_list([sample.to_doc() for sample in made])}
