@@ -1,11 +1,18 @@
-"""One file a method. Every module here is imported, so a new file is all that a new method needs."""
+"""One file a method. Every module here is imported, so a new file is all that a new method needs.
+
+What the author of one imports is here too: `from kvcompress.methods import Evicting, LayerView, …`.
+"""
 
 import sys
 from importlib import import_module
 from pkgutil import iter_modules
 from types import ModuleType
 
-from kvcompress.methods.base import Method, registry
+from kvcompress.budget import Budget, check_budget
+from kvcompress.methods.base import Acts, Ends, Evicting, Method, PositionMode, registry
+from kvcompress.methods.view import LayerView
+
+__all__ = ["Acts", "Budget", "Ends", "Evicting", "LayerView", "Method", "PositionMode", "check_budget", "methods"]
 
 for _module in iter_modules(__path__):
     import_module(f"{__name__}.{_module.name}")

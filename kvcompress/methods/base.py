@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields
+from keyword import iskeyword
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from torch import Tensor
 
-from kvcompress.budget import Budget, LayerShape
+from kvcompress.budget import Budget, LayerShape, check_budget
+from kvcompress.methods.options import check_positions, check_text_form, plain
 from kvcompress.stores.dense import DenseStore
 from kvcompress.stores.packed import PackedStore
 
@@ -22,6 +24,32 @@ PositionMode = Literal["original", "cache"]
 registry: dict[str, type[Method]] = {}
 
 
+def _register(kind: type[Method]) -> None:
+    """Makes `kind` known by its name; one that inherits a method's name would share its records and stored results."""
+    if "__post_init__" in kind.__dict__:
+        raise TypeError(
+            f"{kind.__name__} defines __post_init__, where methods check their options; name it check(self)"
+        )
+    name = kind.__dict__.get("name")
+    if name is None:
+        inherited: str | None = getattr(kind, "name", None)
+        if inherited is not None:
+            raise TypeError(
+                f"{kind.__name__} needs a name of its own, since {inherited!r} is {registry[inherited].__name__}; "
+                f'write for example name = "{kind.__name__.lower()}" in it'
+            )
+        return
+    if not isinstance(name, str) or not name.isidentifier() or iskeyword(name):
+        raise TypeError(f"the name of {kind.__name__} is {name!r}; it must be a word that can stand in a method's text")
+    taken = registry.get(name)
+    # The same class made once more, as when a notebook's cell runs again, takes the former one's place.
+    if taken is not None and (taken.__module__, taken.__qualname__) != (kind.__module__, kind.__qualname__):
+        raise TypeError(
+            f"the name {name!r} of {kind.__name__} belongs to {taken.__module__}.{taken.__qualname__}; choose another"
+        )
+    registry[name] = kind
+
+
 @dataclass(frozen=True)
 class Ends:
     """A decision to keep the first `first[b]` and the last `last[b]` tokens of row b, the same in every head."""
@@ -32,7 +60,10 @@ class Ends:
 
 @dataclass(frozen=True)
 class Method:
-    """Base of all methods. A subclass that sets `name` is registered under it and can be used in text form."""
+    """Base of all methods. A subclass that sets `name` is registered under it and can be used in text form.
+
+    Options become Python's own numbers and texts before anything sees them. A subclass checks its own in `check`.
+    """
 
     name: ClassVar[str]
     acts: ClassVar[Acts] = "never"
@@ -40,8 +71,28 @@ class Method:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if "name" in cls.__dict__:
-            registry[cls.name] = cls
+        _register(cls)
+
+    def __post_init__(self) -> None:
+        for option in fields(self):
+            if option.name in ("name", "acts"):
+                raise TypeError(
+                    f"{option.name} is no option of a method; write `{option.name} = {option.default!r}` in "
+                    f"{type(self).__name__}, without a type"
+                )
+            object.__setattr__(self, option.name, plain(getattr(self, option.name)))
+        self._check_inherited()
+        self.check()
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if not isinstance(value, Method):
+                check_text_form(option.name, value)
+
+    def _check_inherited(self) -> None:
+        """Checks the options that a base class knows the meaning of."""
+
+    def check(self) -> None:
+        """Raises ValueError or TypeError for options that mean nothing; called when a method is made."""
 
     @property
     def evicting(self) -> Evicting | None:
@@ -91,13 +142,21 @@ class Evicting(Method):
     """A method that keeps some tokens of each KV head and forgets the rest.
 
     A subclass gives `keep` and, where it needs them, sets `needs_scores` (a running sum of attention columns) or
-    `query_window` (how many of the prompt's last queries it wants to look from).
+    `query_window` (how many of the prompt's last queries it wants to look from). An option named `budget` is tokens,
+    a ratio or bytes, and is checked to be one.
     """
 
     positions: PositionMode = field(default="original", kw_only=True)
 
     needs_scores: ClassVar[bool] = False
     per_head: ClassVar[bool] = True
+
+    def _check_inherited(self) -> None:
+        check_positions(self.positions)
+        for option in fields(self):
+            budget = getattr(self, option.name)
+            if option.name == "budget" and not (budget is None and option.default is None):
+                check_budget(budget)
 
     @property
     def evicting(self) -> Evicting | None:
@@ -123,8 +182,17 @@ class Evicting(Method):
         return None
 
     def kept_tokens(self, tokens: Callable[[Budget], int]) -> int:
-        """How many tokens of a long enough prompt stay, where `tokens(budget)` is what a budget means for it."""
-        raise TypeError(f"{type(self).__name__} must define kept_tokens(tokens) to have its size worked out")
+        """How many tokens of a long enough prompt stay, where `tokens(budget)` is what a budget means for it.
+
+        What the option `budget` says. Raises ValueError for a method that has none and does not define this.
+        """
+        budget = getattr(self, "budget", None)
+        if budget is None:
+            raise ValueError(
+                f"the size of {self} is not known: define kept_tokens(self, tokens) in {type(self).__name__}, "
+                "which returns how many tokens stay"
+            )
+        return tokens(budget)
 
     def keep(self, layer: LayerView) -> Tensor | Ends:
         """Which slots stay: a mask [B, H, S] with as many true slots in every head of a row, or `Ends`."""
@@ -140,9 +208,3 @@ class Evicting(Method):
         """Bytes of positions and scores beside the KV of one row."""
         positions = 4 * (layer.heads if self.per_head else 1) * kept if kept < seen else 0
         return positions + (4 * layer.heads * kept if self.needs_scores else 0)
-
-
-def check_positions(positions: str) -> None:
-    """Raises ValueError unless `positions` is one of the two modes."""
-    if positions not in ("original", "cache"):
-        raise ValueError(f'positions must be "original" or "cache", got {positions!r}')

@@ -22,7 +22,7 @@ class Composed(Method):
 
     acts: ClassVar = "every_call"
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         recent = self.first.shortest_recent
         if self.first.acts == "every_call" and recent is not None and recent < self.second.residual:
             raise ValueError(

@@ -7,7 +7,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvcompress.budget import Budget, check_budget
-from kvcompress.methods.base import Acts, Evicting, check_positions
+from kvcompress.methods.base import Acts, Evicting
 from kvcompress.methods.view import LayerView
 
 
@@ -31,8 +31,7 @@ class H2O(Evicting):
     acts: ClassVar[Acts] = "every_call"
     needs_scores: ClassVar[bool] = True
 
-    def __post_init__(self) -> None:
-        check_positions(self.positions)
+    def check(self) -> None:
         if self.budget is not None:
             if self.heavy is not None or self.recent is not None:
                 raise ValueError(

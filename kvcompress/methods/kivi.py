@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 from kvcompress.budget import LayerShape
 from kvcompress.kernels.layout import LANES, codes_per_word
 from kvcompress.methods.base import Acts, Method
+from kvcompress.methods.options import check_count
 from kvcompress.stores.packed import PackedStore
 
 
@@ -27,13 +28,11 @@ class KIVI(Method):
     acts: ClassVar[Acts] = "every_call"
     always_shown: ClassVar[tuple[str, ...]] = ("bits",)
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         if not isinstance(self.bits, int) or self.bits not in (2, 4):
             raise ValueError(f"bits must be 2 or 4, got {self.bits!r}")
-        for option in ("group_size", "residual"):
-            value = getattr(self, option)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{option} must be an integer of at least 1, got {value!r}")
+        check_count("group_size", self.group_size)
+        check_count("residual", self.residual)
         if self.residual % self.group_size:
             raise ValueError(
                 f"residual must be a multiple of group_size: {self.residual} is not one of {self.group_size}; "

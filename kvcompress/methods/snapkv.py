@@ -1,6 +1,5 @@
 """SnapKV: what the prompt's last queries look at."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -8,7 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvcompress.budget import Budget, check_budget
-from kvcompress.methods.base import Acts, Evicting, check_positions
+from kvcompress.methods.base import Acts, Evicting
+from kvcompress.methods.options import check_count
 from kvcompress.methods.view import LayerView
 
 
@@ -34,10 +34,8 @@ class SnapKV(Evicting):
     name: ClassVar[str] = "snapkv"
     acts: ClassVar[Acts] = "prefill"
 
-    def __post_init__(self) -> None:
-        check_positions(self.positions)
-        if isinstance(self.window, bool) or not isinstance(self.window, int) or self.window < 1:
-            raise ValueError(f"window must be an integer of at least 1, got {self.window!r}")
+    def check(self) -> None:
+        check_count("window", self.window)
         if isinstance(self.kernel, bool) or not isinstance(self.kernel, int) or self.kernel < 1 or self.kernel % 2 == 0:
             raise ValueError(f"kernel must be an odd integer of at least 1, got {self.kernel!r}")
         if self.pooling not in ("max", "avg"):
@@ -47,9 +45,6 @@ class SnapKV(Evicting):
     @property
     def query_window(self) -> int:
         return self.window
-
-    def kept_tokens(self, tokens: Callable[[Budget], int]) -> int:
-        return tokens(self.budget)
 
     def keep(self, layer: LayerView) -> Tensor:
         tokens = layer.tokens(self.budget)

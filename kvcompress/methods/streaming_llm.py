@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from kvcompress.budget import Budget, check_budget
-from kvcompress.methods.base import Acts, Ends, Evicting, PositionMode, check_positions
+from kvcompress.methods.base import Acts, Ends, Evicting, PositionMode
+from kvcompress.methods.options import check_count
 from kvcompress.methods.view import LayerView
 
 
@@ -32,18 +33,16 @@ class StreamingLLM(Evicting):
     acts: ClassVar[Acts] = "every_call"
     per_head: ClassVar[bool] = False
 
-    def __post_init__(self) -> None:
-        check_positions(self.positions)
-        if isinstance(self.sinks, bool) or not isinstance(self.sinks, int) or self.sinks < 0:
-            raise ValueError(f"sinks must be an integer of at least 0, got {self.sinks!r}")
+    def check(self) -> None:
+        check_count("sinks", self.sinks, at_least=0)
         if self.budget is not None and self.window is not None:
             raise ValueError(f"give budget or window, not both: budget={self.budget!r}, window={self.window!r}")
         if self.budget is not None:
             check_budget(self.budget, at_least=self.sinks + 1, reason="the sinks and one token")
         elif self.window is None:
             object.__setattr__(self, "window", 1020)
-        elif isinstance(self.window, bool) or not isinstance(self.window, int) or self.window < 1:
-            raise ValueError(f"window must be an integer of at least 1, got {self.window!r}; a ratio goes into budget")
+        else:
+            check_count("window", self.window, hint="; a ratio goes into budget")
 
     @property
     def protected(self) -> int:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -53,17 +54,20 @@ class LayerView:
 
     @property
     def keys(self) -> Tensor:
-        """The stored keys [B, H, S, D], rotary applied, where they are not packed."""
-        if isinstance(self.store, PackedStore):
-            raise ValueError("packed keys cannot be read whole; compose the method as `method | kivi(...)`")
-        return self.store.keys
+        """The stored keys [B, H, S, D], rotary applied; packed ones as they are attended to, holes hold anything."""
+        return self._whole(0)
 
     @property
     def values(self) -> Tensor:
-        """The stored values [B, H, S, D], where they are not packed."""
-        if isinstance(self.store, PackedStore):
-            raise ValueError("packed values cannot be read whole; compose the method as `method | kivi(...)`")
-        return self.store.values
+        """The stored values [B, H, S, D]; packed ones as they are attended to, holes hold anything."""
+        return self._whole(1)
+
+    def _whole(self, which: Literal[0, 1]) -> Tensor:
+        plain = self.store.plain()
+        if plain is not None:
+            return plain[which]
+        assert isinstance(self.store, PackedStore)
+        return self.store.dequantised(which)
 
     def tokens(self, budget: Budget) -> list[int]:
         """How many tokens `budget` means for each row."""
@@ -120,7 +124,7 @@ class LayerView:
         pooled = pool(votes.masked_fill(~alive, 0).gather(-1, order))
         return torch.zeros_like(votes).scatter(-1, order, pooled)
 
-    def top(self, votes: Tensor, counts: list[int], always: Tensor) -> Tensor:
+    def top(self, votes: Tensor, counts: list[int], always: Tensor | None = None) -> Tensor:
         """The slots in `always` and those with the highest votes beside them, `counts[b]` in all: bool [B, H, S].
 
         Ties go to the lowest slot. Raises ValueError if a vote is NaN.
@@ -130,6 +134,8 @@ class LayerView:
                 "a score is NaN, so no token can be chosen: the keys, values or weights hold NaN. "
                 "Check the model's dtype (float16 overflows in some models; bfloat16 or float32 do not)"
             )
+        if always is None:
+            always = torch.zeros_like(votes, dtype=torch.bool)
         alive = self.store.alive(votes.device)
         if alive is not None:
             always, closed = always & alive, always | ~alive

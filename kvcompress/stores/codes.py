@@ -48,6 +48,13 @@ class Codes:
             return whole
         return whole._replace(words=whole.words[rows], scale=whole.scale[rows], minimum=whole.minimum[rows])
 
+    def dequantised(self, rows: Rows, count: int, head_dim: int) -> Tensor:
+        """The first `count` packed tokens of some rows as fp32 [B, H, count, D]."""
+        codes = self.rows(rows)
+        if isinstance(codes, PackedKeys):
+            return reference.dequantise_keys(codes, 0, count, head_dim)
+        return reference.dequantise_values(codes, 0, count)
+
     def append(self, x: Tensor, counts: list[int], alive: Tensor | None) -> None:
         """Quantises the first `counts[b]` tokens of `x` [B, H, T, D]; those not `alive` [B, H, T] are holes."""
         if not any(counts):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import lcm
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -122,6 +122,23 @@ class PackedStore(Slots):
         if any(self.keys.counts) or any(self.values.counts) or any(self.fronts):
             return None
         return self.filled[0].view, self.filled[1].view
+
+    def dequantised(self, which: Literal[0, 1]) -> Tensor:
+        """All keys (0) or values (1) [B, H, S, D] in full precision; holes and row ends hold anything finite.
+
+        A copy, as long as the context: for a method that decides from them, not for attention.
+        """
+        codes = (self.keys, self.values)[which]
+        full = self.filled[which].buffer
+        out = full.new_zeros(*full.shape[:2], self.length, full.shape[-1])
+        for rows, (front, packed, length) in runs_of_rows(self.fronts, codes.counts, self.lengths):
+            tail = front + packed
+            if self.front and front:
+                out[rows, :, :front] = self.front[which].view[rows]
+            if packed:
+                out[rows, :, front:tail] = codes.dequantised(rows, packed, full.shape[-1])
+            out[rows, :, tail:length] = self.filled[which].view[rows, :, : length - tail]
+        return out
 
     def key_prefix(self, count: int) -> list[tuple[slice, Tensor]]:
         """The first `count` keys as (rows, keys [B, H, count, D]), to be written in place; packed ones cannot be."""

@@ -36,10 +36,13 @@ def test_golden_kept_tokens(pooling: str) -> None:
     assert prefill(pooling, [0, 1], kv_heads=1).kept == [GOLDEN["kept_gqa_mean_then_pool"][pooling]]
 
 
-def test_golden_votes() -> None:
+def test_golden_votes(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
+    monkeypatch.setattr("kvcompress.methods.base.registry", {})
 
     class Spy(kvc.SnapKV):
+        name = "spy"
+
         def keep(self, layer: LayerView) -> Tensor:
             seen.append(layer.attention_of_last(self.window))
             return super().keep(layer)
