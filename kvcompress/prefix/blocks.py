@@ -1,10 +1,12 @@
 """Names of prompt blocks: chained SHA-256 keys, and small integers that stand for them."""
 
 import hashlib
+from array import array
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 import numpy as np
 
+NUMBERED = 2**26  # contents below this are looked up in an array of 4 bytes each, others in a dict
 ROOT = hashlib.sha256(b"kvcompress/v1").digest()
 
 
@@ -61,39 +63,50 @@ class BlockTable:
     tree in which a child's number is always greater than its parent's.
 
     `parent[i]`: the block before block `i`, or -1. `end[i]`: tokens from the prompt's start to the end of block `i`.
-    `label[i]`: a name to print, or an empty string.
+    `label[i]`: a name to print, of blocks that have one.
     """
 
     def __init__(self) -> None:
-        self.parent: list[int] = []
-        self.end: list[int] = []
-        self.label: list[str] = []
+        self.parent = array("i")
+        self.end = array("q")
+        self.label: dict[int, str] = {}
+        # The first block that held each content: of a small integer, such as a hash id, in the array, -1 for none.
+        self._numbered = array("i")
         self._first: dict[Hashable, int] = {}
         self._others: dict[tuple[int, Hashable, int], int] = {}
 
     def __len__(self) -> int:
         return len(self.parent)
 
-    def add(self, parent: int, content: Hashable, tokens: int, label: str = "") -> int:
+    def add(self, parent: int, content: Hashable, tokens: int, label: str | None = None) -> int:
         """The integer of the block of `tokens` tokens that holds `content` after block `parent`."""
-        return self.add_all(parent, (content,), tokens, label)[0]
+        (name,) = self.add_all(parent, (content,), tokens)
+        if label is not None:
+            self.label[name] = label
+        return name
 
-    def add_all(self, parent: int, contents: Iterable[Hashable], tokens: int, label: str = "") -> list[int]:
+    def add_all(self, parent: int, contents: Iterable[Hashable], tokens: int) -> list[int]:
         """The integers of a run of blocks of `tokens` tokens each, the first of which follows block `parent`."""
         path: list[int] = []
         # every block of a trace goes through this loop
-        first, parents, ends, labels = self._first, self.parent, self.end, self.label
+        first, numbered, parents, ends = self._first, self._numbered, self.parent, self.end
         end, size = ends[parent] if parent >= 0 else 0, len(parents)
         for content in contents:
             end += tokens
-            found = first.setdefault(content, size)
+            if type(content) is int and 0 <= content < NUMBERED:
+                if content >= len(numbered):
+                    numbered.extend(array("i", [-1]) * (content + 1 - len(numbered) + len(numbered) // 8))
+                found = numbered[content]
+                if found < 0:
+                    found = numbered[content] = size
+            else:
+                found = first.setdefault(content, size)
             if found != size and (parents[found] != parent or ends[found] != end):
                 # the same content was first seen after another prefix: a different block
                 found = self._others.setdefault((parent, content, tokens), size)
             if found == size:
                 parents.append(parent)
                 ends.append(end)
-                labels.append(label)
                 size += 1
             path.append(found)
             parent = found

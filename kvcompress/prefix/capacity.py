@@ -7,6 +7,7 @@ the end of its prompt, and a prompt's blocks fall into a few such runs, the most
 request's run is kept, in a Fenwick tree.
 """
 
+from array import array
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +18,7 @@ from kvcompress.prefix.requests import Trace
 
 @dataclass(frozen=True)
 class Capacities:
-    """Counts for every capacity 0 … N, N the trace's distinct blocks. All arrays: `[N + 1]`, int64.
+    """Counts for every capacity 0 … N; a larger one does what N does. All arrays: `[N + 1]`, int64.
 
     `lru_hits`, `leaf_hits`: tokens served from an LRU and from a leaf-LRU cache. `orphaned_blocks`,
     `orphaned_tokens`: what prompts asked for and the LRU cache held behind an evicted parent.
@@ -48,16 +49,14 @@ def capacities(trace: Trace, reserve: int = 0) -> Capacities:
     """Replays `trace` through LRU and leaf-LRU of every capacity.
 
     `reserve`: the last tokens of every prompt that are computed in any case. Time is O(blocks of all prompts +
-    runs * log(requests)), memory O(distinct blocks).
+    runs * log(requests)), memory O(distinct blocks) at most, less where what is reused is found near the front.
     """
     table, requests, end, full = trace.blocks, trace.requests, trace.blocks.end, trace.block
-    size = len(table) + 2
     # By capacity, as steps from the one below. A run of blocks of equal size raises `leaf` over a range of ranks, so
     # that and `held` keep steps of steps.
-    lru, lru_blocks = [0] * size, [0] * size
-    leaf, held, held_blocks = [0] * size, [0] * size, [0] * size
-    last = [-1] * len(table)  # the request that used each block last
-    run = [0] * len(requests)  # how many blocks each request was the last to use
+    lru, lru_blocks, leaf, held, held_blocks = steps = [array("q", [0, 0]) for _ in range(5)]
+    last = array("i", [-1]) * len(table)  # the request that used each block last
+    run = array("i", [0]) * len(requests)  # how many blocks each request was the last to use
     runs = _Fenwick(len(requests))
     for now, request in enumerate(requests):
         blocks, used = request.blocks, 0
@@ -75,6 +74,9 @@ def capacities(trace: Trace, reserve: int = 0) -> Capacities:
             stop = min(used, usable)
             if stop <= start:
                 continue
+            if chain + 2 > len(lru):
+                for each in steps:
+                    each.extend(array("q", [0]) * (chain + 2 - len(each) + len(each) // 8))
             # of this run's blocks LRU holds the last ones first, leaf-LRU the first ones; LRU can reach none before
             # it holds them all
             tokens = end[blocks[stop - 1]] - (end[blocks[start - 1]] if start else 0)
@@ -100,18 +102,24 @@ def capacities(trace: Trace, reserve: int = 0) -> Capacities:
         runs.add(now, len(blocks))
     return Capacities(
         trace.tokens,
-        lru_hits=np.cumsum(lru)[:-1],
-        leaf_hits=np.cumsum(np.cumsum(leaf))[:-1],
-        orphaned_blocks=np.cumsum(np.cumsum(held_blocks) - lru_blocks)[:-1],
-        orphaned_tokens=np.cumsum(np.cumsum(held) - lru)[:-1],
+        orphaned_blocks=_summed(_summed(held_blocks) - np.frombuffer(lru_blocks, np.int64))[:-1],
+        orphaned_tokens=_summed(_summed(held) - np.frombuffer(lru, np.int64))[:-1],
+        lru_hits=_summed(lru)[:-1],
+        leaf_hits=_summed(_summed(leaf))[:-1],
     )
+
+
+def _summed(steps: array | np.ndarray) -> np.ndarray:
+    """Sums of steps up to each, in the same memory."""
+    sums = np.frombuffer(steps, np.int64)
+    return np.cumsum(sums, out=sums)
 
 
 class _Fenwick:
     """Numbers of which one changes at a time, and the sum of those after an index, both in O(log n)."""
 
     def __init__(self, size: int) -> None:
-        self._tree = [0] * (size + 1)
+        self._tree = array("q", [0]) * (size + 1)
         self._total = 0
 
     def add(self, index: int, amount: int) -> None:

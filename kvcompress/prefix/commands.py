@@ -18,14 +18,21 @@ SHOWN_MESSAGES = 5
 
 
 def replay(
-    trace: Annotated[Path, typer.Argument(help="YAML of labelled segments, JSONL of token ids, or Mooncake JSONL.")],
+    trace: Annotated[
+        Path, typer.Argument(help="YAML of labelled segments, JSONL of token ids, or Mooncake JSONL; gzipped or not.")
+    ],
     cap: Annotated[
         list[int] | None,
         typer.Option(
             help="Capacity in blocks, may be repeated; by default the trace's own, or 10, 25 and 50 % of what suffices."
         ),
     ] = None,
-    block: Annotated[int | None, typer.Option(help="Tokens in a block; by default what the trace says.")] = None,
+    block: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens in a block; by default what the trace says, or else 512 for Mooncake and 16 for token ids."
+        ),
+    ] = None,
     cut: Annotated[Cut | None, typer.Option(help="How labelled segments become blocks.")] = None,
     reserve: Annotated[int, typer.Option(help="Last tokens of every prompt that are computed in any case.")] = 0,
     on_error: Annotated[OnError, typer.Option(help="What to do at a bad line.")] = "stop",

@@ -91,7 +91,7 @@ def day_cost(
     marks = tuple(marks) or (Mark(END, prices.default_ttl),)
     if gap < 0 or first_token < 0:
         raise PriceError(f"gap={gap}, first_token={first_token}: expected seconds, 0 or more")
-    known = dict.fromkeys([END, *trace.positions.label] if trace.labelled else [END])
+    known = dict.fromkeys([END, *trace.positions.label.values()] if trace.labelled else [END])
     for mark in marks:
         if mark.label not in known:
             raise PriceError(f"breakpoint {mark.label!r}: no such segment in {trace.name}{nearest(mark.label, known)}")
@@ -114,7 +114,7 @@ def _breakpoints(
     for mark in marks:
         for position, name in enumerate(path, 1):
             at_end = mark.label == END and position == len(path)
-            if at_end or trace.positions.label[name] == mark.label:
+            if at_end or trace.positions.label.get(name) == mark.label:
                 found.setdefault(position, Breakpoint(position, trace.positions.end[name], mark.ttl))
     breakpoints = [found[position] for position in sorted(found)]
     check_breakpoints(breakpoints, prices)

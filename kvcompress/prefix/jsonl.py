@@ -1,8 +1,6 @@
 """The two JSONL forms of a trace: token ids, and the public Mooncake traces."""
 
-import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -11,10 +9,11 @@ from pydantic_core import from_json
 
 from kvcompress.prefix.blocks import block_keys, check_block
 from kvcompress.prefix.problems import first_problem
-from kvcompress.prefix.requests import OnError, Request, Trace, TraceError
+from kvcompress.prefix.requests import OnError, Trace, TraceError
+from kvcompress.prefix.trace_file import open_trace
 
 LONGEST_LINE = 8 * 2**20  # bytes, about a million token ids
-MOONCAKE_BLOCK = 512  # tokens
+TOKENS_BLOCK, MOONCAKE_BLOCK = 16, 512  # tokens, where the trace does not say
 
 Milliseconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 TokenId = Annotated[int, Field(strict=True, ge=0, lt=2**32)]
@@ -34,7 +33,8 @@ class TokenLine(BaseModel):
 class MooncakeLine(BaseModel):
     """One line of a Mooncake trace: `timestamp` in milliseconds, lengths in tokens. Other fields are ignored.
 
-    The format is that of the traces published with Mooncake (arXiv 2407.00079).
+    The format is that of the traces published with Mooncake (arXiv 2407.00079), one hash id for every 512 tokens;
+    `block_size` is the field of traces in the same form with other blocks.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -43,21 +43,17 @@ class MooncakeLine(BaseModel):
     input_length: int = Field(strict=True, ge=1)
     output_length: int = Field(strict=True, ge=0)
     hash_ids: list[HashId]
+    block_size: Annotated[int, Field(strict=True, ge=1)] | None = None
     stream: str | None = None
 
 
 def read_jsonl(path: Path, *, block: int | None = None, on_error: OnError = "stop", keep_tokens: bool = False) -> Trace:
     """Reads a JSONL trace; its first readable line tells which of the two forms it has.
 
-    `block`: tokens in a block, 16 by default; a Mooncake trace is cut into 512 already. Raises `TraceError`.
+    `block`: tokens in a block; by default 16, of a Mooncake trace what it says, or 512. Raises `TraceError`.
     """
-    with _no_garbage_collection():
-        return _read(path, block, on_error, keep_tokens)
-
-
-def _read(path: Path, block: int | None, on_error: OnError, keep_tokens: bool) -> Trace:
     trace: Trace | None = None
-    parse: Callable[[bytes], Request] | None = None
+    parse: Callable[[bytes], None] | None = None
     skipped: list[str] = []
     for number, line in _lines(path):
         try:
@@ -65,10 +61,11 @@ def _read(path: Path, block: int | None, on_error: OnError, keep_tokens: bool) -
                 raise ValueError(f"longer than {LONGEST_LINE:,} bytes; split the prompt or use hash_ids")
             if trace is None or parse is None:
                 mooncake = _is_mooncake(line)
-                trace = Trace(path.name, _block(path, block, mooncake))
-                trace.positions = trace.blocks
+                trace = Trace(
+                    path.name, _block(path, block, MooncakeLine.model_validate_json(line) if mooncake else None)
+                )
                 parse = _mooncake_parser(trace) if mooncake else _token_parser(trace, keep_tokens)
-            trace.add(parse(line))
+            parse(line)
         except TraceError:
             raise
         except ValueError as error:
@@ -83,21 +80,9 @@ def _read(path: Path, block: int | None, on_error: OnError, keep_tokens: bool) -
     return trace
 
 
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Reading makes millions of lists and no cycles; looking for cycles would take a third of the time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
 def _lines(path: Path) -> Iterator[tuple[int, bytes | None]]:
     """Line numbers and lines, blank ones left out; None for a line too long to be read into memory."""
-    with path.open("rb") as file:
+    with open_trace(path) as file:
         number = 0
         while line := file.readline(LONGEST_LINE + 1):
             number += 1
@@ -125,46 +110,50 @@ def _is_mooncake(line: bytes) -> bool:
     )
 
 
-def _block(path: Path, block: int | None, mooncake: bool) -> int:
-    if not mooncake:
-        block = 16 if block is None else block
+def _block(path: Path, block: int | None, first: MooncakeLine | None) -> int:
+    """Tokens in a block: `block` if it is given, else what the first line of a Mooncake trace says, or the default."""
+    if first is None:
+        block = TOKENS_BLOCK if block is None else block
         check_block(block)
         return block
-    if block not in (None, MOONCAKE_BLOCK):
+    own = first.block_size
+    if block is not None and own not in (None, block):
         raise TraceError(
-            f"{path}: block={block}, but the hash_ids of a Mooncake trace stand for {MOONCAKE_BLOCK} tokens"
+            f"{path}: block={block}, but this trace is cut into blocks of {own} tokens already; leave block out"
         )
-    return MOONCAKE_BLOCK
+    return own or block or MOONCAKE_BLOCK
 
 
-def _token_parser(trace: Trace, keep_tokens: bool) -> Callable[[bytes], Request]:
-    def parse(line: bytes) -> Request:
+def _token_parser(trace: Trace, keep_tokens: bool) -> Callable[[bytes], None]:
+    def parse(line: bytes) -> None:
         bare = line.lstrip().startswith(b"[")
         read = TokenLine.model_validate_json(b'{"tokens":' + line + b"}" if bare else line)
-        blocks = trace.blocks.add_all(-1, block_keys(read.tokens, trace.block), trace.block)
-        kept = read.tokens if keep_tokens else None
-        return Request(blocks, blocks, len(read.tokens), read.stream, _seconds(read.timestamp), kept)
+        trace.add(
+            [(block_keys(read.tokens, trace.block), trace.block)],
+            len(read.tokens),
+            stream=read.stream,
+            seconds=_seconds(read.timestamp),
+            token_ids=read.tokens if keep_tokens else None,
+        )
 
     return parse
 
 
-def _mooncake_parser(trace: Trace) -> Callable[[bytes], Request]:
-    def parse(line: bytes) -> Request:
+def _mooncake_parser(trace: Trace) -> Callable[[bytes], None]:
+    def parse(line: bytes) -> None:
         read = MooncakeLine.model_validate_json(line)
-        full, tail = divmod(read.input_length, MOONCAKE_BLOCK)
+        if read.block_size not in (None, trace.block):
+            raise ValueError(f"block_size: {read.block_size}, but the blocks of this trace hold {trace.block} tokens")
+        full, tail = divmod(read.input_length, trace.block)
         expected = full + (tail > 0)
         if len(read.hash_ids) != expected:
             raise ValueError(
-                f"hash_ids: {len(read.hash_ids)} ids, but input_length {read.input_length} takes {expected} "
-                f"blocks of {MOONCAKE_BLOCK} tokens"
+                f"hash_ids: {len(read.hash_ids)} ids, but input_length {read.input_length} takes {expected} blocks of "
+                f"{trace.block} tokens; for other blocks give --block, or block_size in every line"
             )
-        blocks = trace.blocks.add_all(-1, read.hash_ids[:full], MOONCAKE_BLOCK)
         # a longer prompt never meets a block that is not full, so no provider's entry ends there
-        positions = blocks
-        if tail:
-            positions = blocks.copy()
-            blocks.append(trace.blocks.add(blocks[-1] if blocks else -1, read.hash_ids[-1], tail))
-        return Request(blocks, positions, read.input_length, read.stream, _seconds(read.timestamp))
+        runs = [(read.hash_ids[:full], trace.block), (read.hash_ids[full:], tail)]
+        trace.add(runs, read.input_length, stream=read.stream, seconds=_seconds(read.timestamp))
 
     return parse
 

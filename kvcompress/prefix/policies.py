@@ -5,6 +5,7 @@ and all blocks of the prompt are stored. A capped cache takes in the whole promp
 it overshoots for a moment; what it holds afterwards, and so every count, is the same as if it had made room first.
 """
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
@@ -76,15 +77,40 @@ class Unlimited:
 
     def __init__(self, per_stream: bool = False) -> None:
         self.name = "per-stream" if per_stream else "global"
-        self.held: set[int] = set()
-        self._streams: dict[str | None, set[int]] | None = {} if per_stream else None
+        self.held: Container[int] = range(0)
+        self._streams: dict[str | None, _StreamBlocks] | None = {} if per_stream else None
+        self._owners = array("i")
 
     def open(self, request: Request) -> None:
         if self._streams is not None:
-            self.held = self._streams.setdefault(request.stream, set())
+            number = len(self._streams)
+            self.held = self._streams.setdefault(request.stream, _StreamBlocks(number, self._owners))
 
     def store(self, request: Request) -> None:
-        self.held.update(request.blocks)
+        if isinstance(self.held, _StreamBlocks):
+            self.held.update(request.blocks)
+        elif request.blocks and request.blocks[-1] not in self.held:
+            # blocks are numbered in the order of first sight, and a prompt's last one is its newest
+            self.held = range(request.blocks[-1] + 1)
+
+
+class _StreamBlocks(Container[int]):
+    """The blocks that one stream has sent. `owners`: of every block, the number of the stream that sent it first."""
+
+    def __init__(self, number: int, owners: array) -> None:
+        self._number, self._owners = number, owners
+        self._others: set[int] = set()  # blocks that another stream sent before this one
+
+    def __contains__(self, block: object) -> bool:
+        assert isinstance(block, int)
+        return (block < len(self._owners) and self._owners[block] == self._number) or block in self._others
+
+    def update(self, blocks: list[int]) -> None:
+        for block in blocks:
+            if block == len(self._owners):  # numbered in the order of first sight
+                self._owners.append(self._number)
+            elif self._owners[block] != self._number:
+                self._others.add(block)
 
 
 class LeastRecentlyUsed:

@@ -16,7 +16,7 @@ from kvcompress.methods.exact import Exact
 from kvcompress.prefix.blocks import block_keys
 from kvcompress.prefix.policies import LeastRecentlyUsed, replay
 from kvcompress.prefix.prefix_cache import PrefixCache
-from kvcompress.prefix.requests import Request, Trace, prompt_tokens
+from kvcompress.prefix.requests import Trace, prompt_tokens
 from kvcompress.wrapping import wrap
 
 VOCABULARY = 256
@@ -119,6 +119,5 @@ def _contiguous(trace: Trace, prompts: Sequence[Tensor]) -> Trace:
     found = Trace(trace.name, trace.block)
     for prompt in prompts:
         keys = block_keys(prompt[0].tolist(), trace.block)
-        path = found.blocks.add_all(-1, keys, trace.block)
-        found.add(Request(path, path, prompt.shape[1]))
+        found.add([(keys, trace.block)], prompt.shape[1])
     return found

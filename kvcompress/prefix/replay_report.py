@@ -106,12 +106,12 @@ def plot_capacity(report: ReplayReport, path: Path) -> None:
     from matplotlib.figure import Figure
 
     counts = report.capacities
-    most = min(len(counts.leaf_hits) - 1, max(1, 5 * counts.enough() // 4))
+    most = min(len(report.trace.blocks), max(1, 5 * counts.enough() // 4))
     caps = np.unique(np.linspace(0, most, 2000).astype(int))
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     for hits, label in ((counts.leaf_hits, "leaf-LRU"), (counts.lru_hits, "LRU")):
-        axes.step(caps, 100 * hits[caps] / counts.tokens, where="post", label=label)
+        axes.step(caps, 100 * hits[np.minimum(caps, len(hits) - 1)] / counts.tokens, where="post", label=label)
     axes.axhline(100 * counts.leaf_hits[-1] / counts.tokens, color="0.6", linestyle=":", label="global, unlimited")
     axes.set(
         xlabel=f"capacity (blocks of {report.trace.block} tokens)",

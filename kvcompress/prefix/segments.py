@@ -20,7 +20,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from kvcompress.prefix.blocks import check_block
 from kvcompress.prefix.jsonl import Milliseconds
 from kvcompress.prefix.problems import first_problem, nearest
-from kvcompress.prefix.requests import OnError, Request, Trace, TraceError
+from kvcompress.prefix.requests import OnError, Run, Trace, TraceError
+from kvcompress.prefix.trace_file import open_trace
 
 Cut = Literal["segment", "contiguous"]
 Tokens = Annotated[int, Field(strict=True, ge=1)]
@@ -73,7 +74,7 @@ def read_segments(path: Path, *, block: int | None = None, cut: Cut | None = Non
         try:
             read = SegmentRequest.model_validate(entry)
             prompt = _prompt(read, sizes, last)
-            trace.add(_request(trace, read, prompt, cut or file.cut))
+            _add(trace, read, prompt, cut or file.cut)
         except ValueError as error:
             names = SegmentRequest.model_fields
             reason = first_problem(error, names) if isinstance(error, ValidationError) else str(error)
@@ -91,7 +92,7 @@ def read_segments(path: Path, *, block: int | None = None, cut: Cut | None = Non
 def _load(path: Path) -> tuple[Any, list[int]]:
     """The file's content and the line number of every entry of `requests`."""
     try:
-        with path.open("rb") as file:
+        with open_trace(path) as file:
             loader = yaml.SafeLoader(file)
             try:
                 root = loader.get_single_node()
@@ -132,27 +133,20 @@ def _prompt(read: SegmentRequest, sizes: dict[str, int], last: dict[str | None, 
     return prompt
 
 
-def _request(trace: Trace, read: SegmentRequest, prompt: list[Segment], cut: Cut) -> Request:
-    pieces = _per_segment(prompt, trace.block) if cut == "segment" else _contiguous(prompt, trace.block)
-    blocks, parent = [], -1
-    for content, tokens in pieces:
-        parent = trace.blocks.add(parent, content, tokens)
-        blocks.append(parent)
-    positions, parent = [], -1
-    for label, tokens in prompt:
-        parent = trace.positions.add(parent, label, tokens, label)
-        positions.append(parent)
+def _add(trace: Trace, read: SegmentRequest, prompt: list[Segment], cut: Cut) -> None:
+    runs = _per_segment(prompt, trace.block) if cut == "segment" else _contiguous(prompt, trace.block)
+    tokens = sum(tokens for _, tokens in prompt)
     seconds = None if read.timestamp is None else read.timestamp / 1000
-    return Request(blocks, positions, sum(tokens for _, tokens in prompt), read.stream, seconds)
+    trace.add(runs, tokens, stream=read.stream, seconds=seconds, segments=prompt)
 
 
-def _per_segment(prompt: list[Segment], block: int) -> Iterator[tuple[tuple, int]]:
+def _per_segment(prompt: list[Segment], block: int) -> Iterator[Run]:
     for label, tokens in prompt:
         for start in range(0, tokens, block):
-            yield (label, start), min(block, tokens - start)
+            yield [(label, start)], min(block, tokens - start)
 
 
-def _contiguous(prompt: list[Segment], block: int) -> Iterator[tuple[tuple, int]]:
+def _contiguous(prompt: list[Segment], block: int) -> Iterator[Run]:
     held: list[tuple[str, int, int]] = []  # label, start, stop
     room = block
     for label, tokens in prompt:
@@ -163,5 +157,5 @@ def _contiguous(prompt: list[Segment], block: int) -> Iterator[tuple[tuple, int]
             room -= stop - start
             start = stop
             if room == 0:
-                yield tuple(held), block
+                yield [tuple(held)], block
                 held, room = [], block

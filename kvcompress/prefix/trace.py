@@ -4,9 +4,10 @@ Three forms are read:
 
 - YAML of labelled segments (`.yaml`, `.yml`): every request lists the segments of its prompt by name and size;
 - JSONL of token ids: `{"tokens": [1, 2, 3], "stream": "main", "timestamp": 0}`; only `tokens` is required;
-- Mooncake JSONL: `timestamp`, `input_length`, `output_length` and `hash_ids`, one id for every 512 tokens.
+- Mooncake JSONL: `timestamp`, `input_length`, `output_length` and `hash_ids`, one id for every 512 tokens, or for as
+  many as a field `block_size` or the argument `block` says.
 
-Timestamps are milliseconds in all three.
+Timestamps are milliseconds in all three. Each may be gzipped (`.jsonl.gz`).
 """
 
 from pathlib import Path
@@ -26,7 +27,8 @@ def read_trace(
 ) -> Trace:
     """Reads a trace; the suffix and the first line tell its form.
 
-    `block`: tokens in a block; by default what the YAML says, 16 for token ids, and always 512 for Mooncake.
+    `block`: tokens in a block; by default what the trace says itself, else 16 for token ids and 512 for Mooncake, whose
+    blocks are cut already: there it is a statement, which the trace may not contradict.
     `cut`: how labelled segments become blocks, see `read_segments`. `on_error="skip"` leaves a bad line out and notes
     it in `Trace.skipped`; `"stop"` raises. `keep_tokens` keeps the token ids of a trace that has them.
 
@@ -40,8 +42,8 @@ def read_trace(
     if block is not None and block < 1:
         raise TraceError(f"block={block}: a block holds at least 1 token")
     if not path.is_file():
-        raise TraceError(f"{path}: no such file; a trace is a .yaml of labelled segments or a .jsonl")
-    if path.suffix in (".yaml", ".yml"):
+        raise TraceError(f"{path}: no such file; a trace is a .yaml of labelled segments or a .jsonl, or either as .gz")
+    if path.name.removesuffix(".gz").endswith((".yaml", ".yml")):
         return read_segments(path, block=block, cut=cut, on_error=on_error)
     if cut is not None:
         raise TraceError(f"{path}: cut={cut!r} is for labelled segments (.yaml); leave it out")

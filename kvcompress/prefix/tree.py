@@ -1,5 +1,6 @@
 """The prompts of a trace as one tree: what they share is written once."""
 
+from array import array
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
@@ -34,7 +35,7 @@ def prompt_tree(trace: Trace, nodes: int) -> Node:
     trace labels them, of blocks otherwise; the tails of prompts that fill no block are then not part of the tree.
     """
     table = trace.positions if trace.labelled else trace.blocks
-    requests, ended = [0] * len(table), [0] * len(table)
+    requests, ended = array("i", [0]) * len(table), array("i", [0]) * len(table)
     for request in trace.requests:
         path = request.positions if trace.labelled else request.blocks
         if path:
@@ -56,7 +57,7 @@ def prompt_tree(trace: Trace, nodes: int) -> Node:
             chain += below
         start = table.end[table.parent[first]] if table.parent[first] >= 0 else 0
         node = Node(
-            label=_label([table.label[i] for i in chain], trace.labelled),
+            label=_label(chain, table.label if trace.labelled else None),
             tokens=table.end[chain[-1]] - start,
             requests=requests[first],
             ended=sum(ended[i] for i in chain),
@@ -88,10 +89,10 @@ def render_tree(top: Node, title: str) -> Tree:
 class _Children:
     """The children of every node that some request goes through, in the order of first sight."""
 
-    def __init__(self, parent: list[int], requests: list[int]) -> None:
-        parents = np.array(parent, dtype=np.int64)
+    def __init__(self, parent: array, requests: array) -> None:
+        parents = np.array(parent, dtype=np.int32)
         # nodes of requests that were left out belong to no one
-        parents[np.array(requests, dtype=np.int64) == 0] = len(parent)
+        parents[np.frombuffer(requests, dtype=np.int32) == 0] = len(parent)
         self._order = np.argsort(parents, kind="stable")
         self._parents = parents[self._order]
 
@@ -101,9 +102,9 @@ class _Children:
         return self._order[first:last].tolist()
 
 
-def _label(labels: list[str], labelled: bool) -> str:
-    if not labelled:
-        return f"{len(labels):,} block{'s' if len(labels) > 1 else ''}"
-    if len(labels) <= 3:
-        return " + ".join(labels)
-    return f"{labels[0]} … {labels[-1]}"
+def _label(chain: list[int], labels: dict[int, str] | None) -> str:
+    if labels is None:
+        return f"{len(chain):,} block{'s' if len(chain) > 1 else ''}"
+    if len(chain) <= 3:
+        return " + ".join(labels[i] for i in chain)
+    return f"{labels[chain[0]]} … {labels[chain[-1]]}"

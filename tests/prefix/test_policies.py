@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvcompress.prefix.capacity import capacities
 from kvcompress.prefix.policies import LeastRecentlyUsed, NoReuse, Outcome, Unlimited, replay
-from kvcompress.prefix.requests import Request, Trace
+from kvcompress.prefix.requests import Trace
 from kvcompress.prefix.trace import read_trace
 
 ROOT = Path(__file__).parents[2]
@@ -26,12 +26,8 @@ PROMPTS = st.lists(
 def trace_of(prompts: list[tuple[str, list[int]]], block: int) -> Trace:
     trace = Trace("made", block)
     for stream, tokens in prompts:
-        blocks, parent = [], -1
-        for start in range(0, len(tokens), block):
-            piece = tuple(tokens[start : start + block])
-            parent = trace.blocks.add(parent, piece, len(piece))
-            blocks.append(parent)
-        trace.add(Request(blocks, blocks, len(tokens), stream))
+        pieces = [tuple(tokens[start : start + block]) for start in range(0, len(tokens), block)]
+        trace.add([([piece], len(piece)) for piece in pieces], len(tokens), stream=stream)
     return trace
 
 

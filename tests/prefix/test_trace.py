@@ -1,6 +1,8 @@
 """The three forms of a trace, good lines and bad ones."""
 
+import gzip
 import json
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -46,6 +48,74 @@ def test_mooncake_lines(tmp_path: Path) -> None:
     assert first.positions == first.blocks[:2] and second.positions == second.blocks
     assert (first.tokens, second.tokens, first.seconds, second.seconds) == (1100, 1536, 0.0, 1.5)
     assert replay(trace, Unlimited()).recomputed == 1100 + 512
+
+
+SMALL_BLOCKS = {"timestamp": 0, "input_length": 40, "output_length": 5, "hash_ids": [7, 8, 9]}
+
+
+@pytest.mark.parametrize(("own", "given"), [({}, 16), ({"block_size": 16}, None), ({"block_size": 16}, 16)])
+def test_mooncake_lines_with_other_blocks(tmp_path: Path, own: dict, given: int | None) -> None:
+    longer = {**SMALL_BLOCKS, "input_length": 64, "hash_ids": [7, 8, 11, 12]}
+    trace = read_trace(write(tmp_path, "t.jsonl", [{**SMALL_BLOCKS, **own}, {**longer, **own}]), block=given)
+    first, second = trace.requests
+    assert trace.block == 16
+    assert [trace.blocks.end[block] for block in first.blocks] == [16, 32, 40]
+    assert first.positions == first.blocks[:2] == second.blocks[:2] and second.positions == second.blocks
+    assert replay(trace, Unlimited()).recomputed == 40 + 32
+
+
+def test_blocks_of_two_sizes_are_refused(tmp_path: Path) -> None:
+    sized = {**SMALL_BLOCKS, "block_size": 16}
+    with pytest.raises(TraceError, match="block=512, but this trace is cut into blocks of 16 tokens"):
+        read_trace(write(tmp_path, "t.jsonl", [sized]), block=512)
+    path = write(tmp_path, "t.jsonl", [sized, {**sized, "block_size": 8, "input_length": 24}, SMALL_BLOCKS])
+    with pytest.raises(TraceError, match=r":2: block_size: 8, but the blocks of this trace hold 16 tokens"):
+        read_trace(path)
+    assert len(read_trace(path, on_error="skip").requests) == 2
+
+
+@pytest.mark.parametrize("name", ["t.jsonl.gz", "t.gz", "day.yaml.gz"])
+def test_gzipped_traces_read_as_unpacked(tmp_path: Path, name: str) -> None:
+    plain = tmp_path / name.removesuffix(".gz")
+    plain.write_text(SEGMENTS if "yaml" in name else json.dumps(GOOD) + "\n" + json.dumps(GOOD))
+    packed = tmp_path / name
+    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    assert list(read_trace(packed).requests) == list(read_trace(plain).requests)
+    packed.write_bytes(packed.read_bytes()[:-12])
+    with pytest.raises(TraceError, match=rf"{name}: gzipped, but damaged or cut short"):
+        read_trace(packed)
+
+
+BAD_LINES: dict[str, tuple[str, list]] = {
+    "mooncake": ("t.jsonl", [{**GOOD, "timestamp": 900}, {**GOOD, "timestamp": 400, "hash_ids": [70, 80, 90]}]),
+    "tokens": ("t.jsonl", [{"tokens": [1] * 64, "timestamp": 9}, {"tokens": [2] * 64, "timestamp": 4}]),
+}
+
+
+@pytest.mark.parametrize("form", BAD_LINES)
+def test_what_is_left_out_leaves_no_blocks(tmp_path: Path, form: str) -> None:
+    """The same trace without the bad line is the same trace: blocks, places, streams."""
+    name, (good, bad) = BAD_LINES[form]
+    skipped = read_trace(write(tmp_path, name, [good, bad, good]), on_error="skip")
+    without = read_trace(write(tmp_path, "w.jsonl", [good, good]))
+    assert len(skipped.skipped) == 1
+    assert len(skipped.blocks) == len(without.blocks) and list(skipped.requests) == list(without.requests)
+
+
+def test_a_request_of_segments_that_is_left_out_leaves_no_blocks(tmp_path: Path) -> None:
+    text = "block: 4\nrequests:\n  - {segments: [{a: 6}], timestamp: 9}\n"
+    late = read_text(tmp_path, text + "  - {segments: [{b: 7}], timestamp: 4}\n", on_error="skip")
+    without = read_text(tmp_path, text)
+    assert len(late.skipped) == 1
+    assert (len(late.blocks), len(late.positions)) == (len(without.blocks), len(without.positions)) == (2, 1)
+
+
+def test_hash_ids_of_any_size_name_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small ones lie in an array, large ones in a dict."""
+    monkeypatch.setattr("kvcompress.prefix.blocks.NUMBERED", 100)
+    lines = [{**GOOD, "hash_ids": ids} for ids in ([99, 100, 1], [99, 100, 2], [2**63, 0, 1])]
+    trace = read_trace(write(tmp_path, "t.jsonl", lines))
+    assert [request.blocks for request in trace.requests] == [[0, 1, 2], [0, 1, 3], [4, 5, 6]]
 
 
 def test_a_hash_after_another_prefix_is_another_block(tmp_path: Path) -> None:
@@ -135,7 +205,9 @@ def test_files_unreadable_as_a_whole(tmp_path: Path) -> None:
         read_trace(write(tmp_path, "empty.jsonl", [""]))
     with pytest.raises(TraceError, match=r"all 2 lines were left out, the first one: .*:1: neither form"):
         read_trace(write(tmp_path, "odd.jsonl", [{"a": 1}, {"b": 1}]), on_error="skip")
-    with pytest.raises(TraceError, match=r"block=16, but .* 512 tokens"):
+    with pytest.raises(
+        TraceError, match=r":1: hash_ids: 3 ids, but input_length 1100 takes 69 blocks of 16 tokens; for"
+    ):
         read_trace(write(tmp_path, "t.jsonl", [GOOD]), block=16)
     with pytest.raises(TraceError, match=r"cut='segment' is for labelled segments"):
         read_trace(write(tmp_path, "t.jsonl", [GOOD]), cut="segment")
@@ -201,3 +273,24 @@ def test_a_bad_request_is_named_and_left_out_on_demand(tmp_path: Path, request_t
 def test_a_bad_file_of_segments_is_named(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(TraceError, match=rf"trace\.yaml.*{message}"):
         read_text(tmp_path, text, on_error="skip")
+
+
+def test_a_trace_holds_a_few_bytes_for_each_block(tmp_path: Path) -> None:
+    lines, fresh = [], 0
+    for number in range(1000):
+        shared = lines[number // 2]["hash_ids"][:12] if lines else []
+        lines.append(
+            {**GOOD, "input_length": 512 * 24 - 1, "hash_ids": shared + list(range(fresh, fresh + 24))[len(shared) :]}
+        )
+        fresh += 24
+    path = write(tmp_path, "t.jsonl", lines)
+    read_trace(path)
+    tracemalloc.start()
+    try:
+        trace = read_trace(path)
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(trace.blocks) == 24 + 12 * 999
+    # 4 bytes where a prompt names a block, 16 for a block's parent, end and hash id each; arrays have room to grow.
+    assert held < 1.5 * (4 * 24 * 1000 + 16 * len(trace.blocks) + 4 * fresh + 40 * 1000) + 20_000

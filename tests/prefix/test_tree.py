@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from kvcompress.prefix.requests import Request, Trace
+from kvcompress.prefix.requests import Trace
 from kvcompress.prefix.trace import read_trace
 from kvcompress.prefix.tree import Node, prompt_tree, render_tree
 
@@ -50,11 +50,7 @@ def walk(node: Node) -> list[Node]:
 def test_every_prompt_and_token_is_in_the_tree_once(prompts: list[list[int]]) -> None:
     trace = Trace("made", 1)
     for prompt in prompts:
-        blocks, parent = [], -1
-        for token in prompt:
-            parent = trace.blocks.add(parent, token, 1)
-            blocks.append(parent)
-        trace.add(Request(blocks, blocks, len(prompt)))
+        trace.add([(prompt, 1)], len(prompt))
     nodes = walk(prompt_tree(trace, 1000))
     prefixes = {tuple(prompt[: i + 1]) for prompt in prompts for i in range(len(prompt))}
     assert sum(node.tokens for node in nodes) == len(prefixes)
@@ -68,8 +64,7 @@ def test_every_prompt_and_token_is_in_the_tree_once(prompts: list[list[int]]) ->
 def test_a_small_tree_keeps_the_busiest_nodes(prompts: list[list[int]], count: int) -> None:
     trace = Trace("made", 1)
     for prompt in prompts:
-        blocks = trace.blocks.add_all(-1, [tuple(prompt[: i + 1]) for i in range(len(prompt))], 1)
-        trace.add(Request(blocks, blocks, len(prompt)))
+        trace.add([([tuple(prompt[: i + 1]) for i in range(len(prompt))], 1)], len(prompt))
     every = sorted((node.requests for node in walk(prompt_tree(trace, 1000))[1:]), reverse=True)
     small = walk(prompt_tree(trace, count))
     assert sorted((node.requests for node in small[1:]), reverse=True) == every[:count]
