@@ -11,10 +11,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from kvcompress import kernels
 from kvcompress.cache_layer import CacheLayer
 from kvcompress.errors import WrapError
-from kvcompress.kernels import reference, sdpa
+from kvcompress.kernels import choose
+from kvcompress.kernels.attention import naive, sdpa
+from kvcompress.kernels.scores.naive import column_sums
+from kvcompress.kernels.softmax import Softmax
 from kvcompress.stores.dense import DenseStore
 from kvcompress.stores.packed import PackedStore
 from kvcompress.visibility import LazyMask, Visibility, lazy_mask, visibility
@@ -50,88 +52,64 @@ def attention(
     if layer.store.length == 0:  # nothing but padding so far, in every row
         return query.new_zeros(batch, columns, heads, layer.shape.value_dim), None
     grouped = query.view(batch, layer.shape.heads, heads // layer.shape.heads, columns, dim)
-    sinks = None if s_aux is None else s_aux.view(grouped.shape[1:3])
+    softmax = Softmax(scaling, softcap, None if s_aux is None else s_aux.view(grouped.shape[1:3]))
     with layer.slots_as_positions():
-        output, sums = attend(layer, grouped, visibility(layer, attention_mask), scaling, softcap, sinks)
-    layer.observe(grouped, sums, scaling, softcap, sinks)
+        output, sums = attend(layer, grouped, visibility(layer, attention_mask), softmax)
+    layer.observe(grouped, sums, softmax)
     layer.compress()
     if columns == 1:
         return output.reshape(batch, 1, heads, -1), None
     return output.flatten(1, 2).transpose(1, 2).contiguous(), None
 
 
-def attend(
-    layer: CacheLayer, query: Tensor, seen: Visibility, scaling: float, softcap: float | None, sinks: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
+def attend(layer: CacheLayer, query: Tensor, seen: Visibility, softmax: Softmax) -> tuple[Tensor, Tensor | None]:
     """Output [B, H, G, T, D] of `query` over all that `layer` stores, and the column sums if the method needs them."""
     store = layer.store
     if not layer.wants_scores:
-        return over(query, store, seen, scaling, softcap, sinks), None
-    options = {"scaling": scaling, "softcap": softcap, "sinks": sinks}
+        return over(query, store, seen, softmax), None
     if query.shape[3] <= FEW_COLUMNS:
-        fast = kernels.attend_decode_with_sums(query, store.layout(), seen.mask(0, query.shape[3]), **options)
-        return fast or reference.attend(query, store, seen.mask, **options, sum_columns=True)
-    return over(query, store, seen, **options), _column_sums(query, store, seen, **options)
+        fast = choose.attend_decode_with_sums(query, store.layout(), seen.mask(0, query.shape[3]), softmax)
+        return fast or naive.attend(query, store, seen.mask, softmax, sum_columns=True)
+    return over(query, store, seen, softmax), _column_sums(query, store, seen, softmax)
 
 
-def _column_sums(
-    query: Tensor,
-    store: DenseStore | PackedStore,
-    seen: Visibility,
-    scaling: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
+def _column_sums(query: Tensor, store: DenseStore | PackedStore, seen: Visibility, softmax: Softmax) -> Tensor:
     """Column sums of a prompt in a pass of their own: the output then is the one that plain attention gives."""
     plain = store.plain()
     if plain is not None and seen.causal:
         past = store.length - query.shape[3]
-        fast = kernels.column_sums(query, plain[0], past, scaling=scaling, softcap=softcap, sinks=sinks)
+        fast = choose.column_sums(query, plain[0], past, softmax)
         if fast is not None:
             return fast
-    return reference.column_sums(query, store, seen.mask, scaling=scaling, softcap=softcap, sinks=sinks)
+    return column_sums(query, store, seen.mask, softmax)
 
 
-def over(
-    query: Tensor,
-    store: DenseStore | PackedStore,
-    seen: Visibility,
-    scaling: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
+def over(query: Tensor, store: DenseStore | PackedStore, seen: Visibility, softmax: Softmax) -> Tensor:
     """Output [B, H, G, T, D] of `query` over all of `store`, by the fastest kernel that takes the case."""
     plain = store.plain()
-    torch_can = plain is not None and softcap is None and sinks is None
+    torch_can = plain is not None and softmax.plain
     few = query.shape[3] <= FEW_COLUMNS
-    if plain is None or (few and not (torch_can and not kernels.decode_pays(query, plain[0]))):
-        fast = _in_blocks(query, store, seen, scaling, softcap, sinks)
+    if plain is None or (few and not (torch_can and not choose.decode_pays(query, plain[0]))):
+        fast = _in_blocks(query, store, seen, softmax)
         if fast is not None:
             return fast
     if plain is not None and torch_can:
         if seen.causal:
-            return sdpa.causal(query, *plain, scaling=scaling)
-        return sdpa.masked(query, *plain, seen.mask, scaling=scaling)
-    return reference.attend(query, store, seen.mask, scaling=scaling, softcap=softcap, sinks=sinks)[0]
+            return sdpa.causal(query, *plain, scaling=softmax.scaling)
+        return sdpa.masked(query, *plain, seen.mask, scaling=softmax.scaling)
+    return naive.attend(query, store, seen.mask, softmax)[0]
 
 
-def _in_blocks(
-    query: Tensor,
-    store: DenseStore | PackedStore,
-    seen: Visibility,
-    scaling: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor | None:
+def _in_blocks(query: Tensor, store: DenseStore | PackedStore, seen: Visibility, softmax: Softmax) -> Tensor | None:
     """The output by the decode kernels, a block of columns at a time; None where there is none for the case."""
-    columns, at_once = query.shape[3], kernels.most_columns(query)
+    columns, at_once = query.shape[3], choose.most_columns(query)
     if not at_once:
         return None
     layout, outputs = store.layout(), []
     for start in range(0, columns, at_once):
         stop = min(start + at_once, columns)
         block, mask = query[..., start:stop, :], seen.mask(start, stop)
-        output = kernels.attend_decode(block, layout, mask, scaling=scaling, softcap=softcap, sinks=sinks)
+        output = choose.attend_decode(block, layout, mask, softmax)
         if output is None:
             return None
         outputs.append(output)
@@ -152,13 +130,11 @@ def _without_cache(
     store.append(keys, values, [keys.shape[2]] * keys.shape[0])
     grouped = query.unflatten(1, (keys.shape[1], -1))
     mask = None if lazy is None else lazy.materialise()
-    sinks = None if s_aux is None else s_aux.view(grouped.shape[1:3])
+    softmax = Softmax(scaling, softcap, None if s_aux is None else s_aux.view(grouped.shape[1:3]))
     if mask is None:
         past = keys.shape[2] - query.shape[2]
         mask = torch.ones(query.shape[2], keys.shape[2], dtype=torch.bool, device=query.device).tril(past)[None, None]
-    output, _ = reference.attend(
-        grouped, store, lambda start, stop: mask[:, :, start:stop], scaling=scaling, softcap=softcap, sinks=sinks
-    )
+    output, _ = naive.attend(grouped, store, lambda start, stop: mask[:, :, start:stop], softmax)
     return output.flatten(1, 2).transpose(1, 2).contiguous()
 
 

@@ -15,6 +15,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvcompress.budget import LayerShape
 from kvcompress.errors import CacheError
+from kvcompress.kernels.softmax import Softmax
 from kvcompress.methods.base import Ends, Evicting
 from kvcompress.methods.view import LayerView, RecentQueries
 from kvcompress.stores.dense import DenseStore
@@ -82,9 +83,7 @@ class CacheLayer(CacheLayerMixin):
         self.is_initialized = True
         return self, self
 
-    def observe(
-        self, query: Tensor, sums: Tensor | None, scaling: float, softcap: float | None, sinks: Tensor | None
-    ) -> None:
+    def observe(self, query: Tensor, sums: Tensor | None, softmax: Softmax) -> None:
         """Remembers what the method will decide from: column sums [B, H, S] and the prompt's last queries."""
         if sums is not None:
             assert self.store.scores is not None
@@ -97,7 +96,7 @@ class CacheLayer(CacheLayerMixin):
         if self.recent is not None:
             kept = torch.cat([self.recent.queries, kept], 3)[..., -window:, :]
             counts = [old + new for old, new in zip(self.recent.real, counts, strict=True)]
-        self.recent = RecentQueries(kept, [min(count, window) for count in counts], scaling, softcap, sinks)
+        self.recent = RecentQueries(kept, [min(count, window) for count in counts], softmax)
 
     def compress(self) -> None:
         """Evicts and packs what the method lets go of after this call."""
@@ -214,7 +213,7 @@ class CacheLayer(CacheLayerMixin):
             recent = self.recent
             queries = recent.queries if copies == 1 else recent.queries.repeat_interleave(copies, 0)
             real = [count for count in recent.real for _ in range(copies)]
-            other.recent = RecentQueries(queries, real, recent.scaling, recent.softcap, recent.sinks)
+            other.recent = RecentQueries(queries, real, recent.softmax)
         return other
 
     def select_rows(self, index: list[int], on_device: Tensor) -> None:
@@ -223,9 +222,7 @@ class CacheLayer(CacheLayerMixin):
         if self.recent is not None:
             recent = self.recent
             queries = recent.queries.index_select(0, on_device.to(recent.queries.device))
-            self.recent = RecentQueries(
-                queries, [recent.real[row] for row in index], recent.scaling, recent.softcap, recent.sinks
-            )
+            self.recent = RecentQueries(queries, [recent.real[row] for row in index], recent.softmax)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: the store is made when a call begins."""

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import kvcompress as kvc
-from kvcompress.kernels import reference
+from kvcompress.kernels.pack import naive
 from kvcompress.rope import rotaries
 from kvcompress.stores.packed import PackedStore
 from tests.families import VOCABULARY, tiny
@@ -124,7 +124,7 @@ def codes_of(cache: kvc.CompressedCache, layer: int, row: int) -> list[Tensor]:
             count = codes.counts[row]
             if count:
                 words = codes.packed.words[row : row + 1]
-                each = reference.unpack_words(words, store.bits, dim, words.shape[2] * 99 if dim == 2 else 16)
+                each = naive.unpack_words(words, store.bits, dim, words.shape[2] * 99 if dim == 2 else 16)
                 each = each.transpose(-1, -2).flatten(2, 3) if dim == 3 else each
                 found.append(each[0, :, :count])
     return found

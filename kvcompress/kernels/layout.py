@@ -21,6 +21,16 @@ def codes_per_word(bits: int) -> int:
     return 16 // bits
 
 
+def gapless(tensor: Tensor) -> bool:
+    """Whether all that [B, H, S, ...] holds for one row and head lies in one piece."""
+    size = 1
+    for length, stride in zip(tensor.shape[:1:-1], tensor.stride()[:1:-1], strict=True):
+        if length > 1 and stride != size:
+            return False
+        size *= length
+    return True
+
+
 class PackedKeys(NamedTuple):
     """Key codes of one layer with their scales and minima, laid out as this module says."""
 

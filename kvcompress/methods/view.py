@@ -7,9 +7,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvcompress import kernels
 from kvcompress.budget import Budget, resolve
-from kvcompress.kernels import reference
+from kvcompress.kernels import choose
+from kvcompress.kernels.scores.naive import column_sums
+from kvcompress.kernels.softmax import Softmax
 from kvcompress.methods.base import Ends
 from kvcompress.stores.dense import DenseStore
 from kvcompress.stores.packed import PackedStore
@@ -22,9 +23,7 @@ class RecentQueries:
 
     queries: Tensor
     real: list[int]  # of the W columns, how many at the end are tokens of this prompt, per row
-    scaling: float
-    softcap: float | None
-    sinks: Tensor | None
+    softmax: Softmax
 
 
 @dataclass
@@ -95,15 +94,14 @@ class LayerView:
             raise ValueError("no queries were kept; a method that looks from the last queries sets query_window")
         recent = self.recent
         queries = recent.queries[..., -window:, :]
-        options = {"scaling": recent.scaling, "softcap": recent.softcap, "sinks": recent.sinks}
         plain = self.store.plain()
         if plain is not None and not self.store.has_holes:
             real = [min(count, queries.shape[3]) for count in recent.real]
-            fast = kernels.window_votes(queries, plain[0], self.lengths, real, **options)
+            fast = choose.window_votes(queries, plain[0], self.lengths, real, recent.softmax)
             if fast is not None:
                 return fast
         mask = self._window_mask(queries.shape[3], recent.real)
-        return reference.column_sums(queries, self.store, lambda start, stop: mask[:, :, start:stop], **options)
+        return column_sums(queries, self.store, lambda start, stop: mask[:, :, start:stop], recent.softmax)
 
     def _window_mask(self, columns: int, real: list[int]) -> Tensor:
         """What the last `columns` queries see, of which the last `real[b]` are tokens of row b: [B, H or 1, T, S]."""

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from kvcompress import kernels
-from kvcompress.kernels import reference
+from kvcompress.kernels import choose
 from kvcompress.kernels.layout import LANES, PackedKeys, PackedValues, codes_per_word
+from kvcompress.kernels.pack import naive
 from kvcompress.stores.growing import Growing
 
 Rows = slice
@@ -95,11 +95,11 @@ class Codes:
         first, last = offset // per_scale, stop // per_scale
         self._reserve(-(-stop // self.tokens_per_entry["words"]), last)
         # Reserving made the parts writable, so a kernel may write into the views that it is given.
-        if alive is None and kernels.quantise_and_pack(x, self.rows(rows), offset):
+        if alive is None and choose.quantise_and_pack(x, self.rows(rows), offset):
             return
         along = 2 if self.kind == "keys" else 3
         grouped = self._grouped(x, along)
-        codes, scale, minimum = reference.quantise(
+        codes, scale, minimum = naive.quantise(
             grouped, self.bits, None if alive is None else self._grouped(alive, along)
         )
         codes = codes.movedim(-1, along + 1).flatten(along, along + 1)
@@ -120,10 +120,10 @@ class Codes:
         words = self.parts["words"].writable()[rows]
         count = codes.shape[2]
         if offset % LANES == 0 and count % LANES == 0:
-            words[:, :, offset // LANES : (offset + count) // LANES] = reference.key_words(codes, self.bits)
+            words[:, :, offset // LANES : (offset + count) // LANES] = naive.key_words(codes, self.bits)
             return
         token = torch.arange(offset, offset + count, device=codes.device)
-        packed = reference.pack_words(codes, self.bits, -1)
+        packed = naive.pack_words(codes, self.bits, -1)
         words[:, :, token // LANES, :, token % LANES] = packed.permute(2, 0, 1, 3)
 
     def _write_value_words(self, rows: Rows, offset: int, codes: Tensor) -> None:
@@ -131,9 +131,9 @@ class Codes:
         per_word = codes_per_word(self.bits)
         word, lead = offset // per_word, offset % per_word
         if lead:
-            before = reference.unpack_words(words[:, :, word : word + 1], self.bits, 2, lead)
+            before = naive.unpack_words(words[:, :, word : word + 1], self.bits, 2, lead)
             codes = torch.cat([before, codes], 2)
-        packed = reference.pack_words(codes, self.bits, 2)
+        packed = naive.pack_words(codes, self.bits, 2)
         words[:, :, word : word + packed.shape[2]] = packed
 
     def keep_units(self, index: Tensor, unit: int, counts: list[int]) -> None:

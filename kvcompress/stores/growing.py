@@ -5,7 +5,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from kvcompress import kernels
+from kvcompress.kernels import choose
 
 
 class Growing:
@@ -85,7 +85,7 @@ class Growing:
         """Keeps slots `index` [B, H or 1, K], in that order; slots before `first` are known to stay where they are."""
         kept = index.shape[2]
         stays = not self._shared and self.buffer.shape[2] - kept <= self.spare_for(kept)
-        if not (stays and ascending and kernels.evict_in_place(self.view, index, first)):
+        if not (stays and ascending and choose.evict_in_place(self.view, index, first)):
             index = index[:, :, first:]
             index = index.reshape(*index.shape, *[1] * (self.buffer.dim() - 3))
             index = index.expand(self.buffer.shape[0], self.buffer.shape[1], -1, *self.buffer.shape[3:])

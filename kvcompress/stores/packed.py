@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from kvcompress.kernels import reference
+from kvcompress.kernels.attention.naive import packed_logits, packed_mix
 from kvcompress.kernels.layout import LANES, PackedKeys, PackedLayer, PackedValues
 from kvcompress.stores import holes
 from kvcompress.stores.codes import PACKED_SPARE, Codes, runs_of_rows
@@ -80,7 +80,7 @@ class PackedStore(Slots):
             if packed:
                 codes = self.keys.rows(rows)
                 assert isinstance(codes, PackedKeys)
-                out[rows, ..., front:tail] = reference.packed_logits(query[rows], codes, packed)
+                out[rows, ..., front:tail] = packed_logits(query[rows], codes, packed)
             keys = self.filled[0].view[rows, :, : length - tail].float()
             out[rows, ..., tail:length] = query[rows] @ keys.transpose(-1, -2)
         return out
@@ -95,7 +95,7 @@ class PackedStore(Slots):
             if packed:
                 codes = self.values.rows(rows)
                 assert isinstance(codes, PackedValues)
-                out[rows] += reference.packed_mix(weights[rows, ..., front:tail], codes, packed)
+                out[rows] += packed_mix(weights[rows, ..., front:tail], codes, packed)
             values = self.filled[1].view[rows, :, : length - tail].float()
             out[rows] += weights[rows, ..., tail:length] @ values
         return out

@@ -5,21 +5,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvcompress.kernels import reference
 from kvcompress.kernels.layout import DenseLayer, PackedKeys, PackedLayer, PackedValues
+from kvcompress.kernels.pack import naive
+from kvcompress.kernels.softmax import Softmax
 
 
 def pack_keys(keys: Tensor, bits: int, group_size: int) -> PackedKeys:
-    """Keys [B, H, S, D], S a multiple of the group size, packed by the reference."""
-    codes, scale, minimum = reference.quantise(keys.unflatten(2, (-1, group_size)).transpose(-1, -2), bits)
-    words = reference.key_words(codes.transpose(-1, -2).flatten(2, 3), bits).contiguous()
+    """Keys [B, H, S, D], S a multiple of the group size, packed by the naive."""
+    codes, scale, minimum = naive.quantise(keys.unflatten(2, (-1, group_size)).transpose(-1, -2), bits)
+    words = naive.key_words(codes.transpose(-1, -2).flatten(2, 3), bits).contiguous()
     return PackedKeys(words, scale.squeeze(-1).contiguous(), minimum.squeeze(-1).contiguous(), bits, group_size)
 
 
 def pack_values(values: Tensor, bits: int, group_size: int) -> PackedValues:
-    """Values [B, H, S, D] packed by the reference."""
-    codes, scale, minimum = reference.quantise(values.unflatten(-1, (-1, group_size)), bits)
-    words = reference.pack_words(codes.flatten(-2), bits, 2).contiguous()
+    """Values [B, H, S, D] packed by the naive."""
+    codes, scale, minimum = naive.quantise(values.unflatten(-1, (-1, group_size)), bits)
+    words = naive.pack_words(codes.flatten(-2), bits, 2).contiguous()
     return PackedValues(words, scale.squeeze(-1).contiguous(), minimum.squeeze(-1).contiguous(), bits, group_size)
 
 
@@ -79,8 +80,8 @@ def packed(
         tails.append(rows(max(rest), dtype))
     whole = [torch.zeros(batch, heads, slots, dim, dtype=torch.float64) for _ in range(2)]
     unpacked = (
-        reference.dequantise_keys(packed_keys, 0, packed_keys.scale.shape[2] * group_size, dim),
-        reference.dequantise_values(packed_values, 0, packed_values.scale.shape[2]),
+        naive.dequantise_keys(packed_keys, 0, packed_keys.scale.shape[2] * group_size, dim),
+        naive.dequantise_values(packed_values, 0, packed_values.scale.shape[2]),
     )
     for which, held in enumerate((key_counts, value_counts)):
         for row, (first, count, length) in enumerate(zip(fronts, held, lengths, strict=True)):
@@ -106,17 +107,15 @@ def weights64(
     query: Tensor,
     keys: Tensor,
     seen: Tensor,  # bool, broadcastable to [B, H, T, S]
-    scaling: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
+    softmax: Softmax,
 ) -> Tensor:
     """Softmax weights [B, H, G, T, S] in float64; a row that sees nothing gives zeros."""
-    logits = torch.einsum("bhgtd,bhsd->bhgts", query.double(), keys.double()) * scaling
-    if softcap is not None:
-        logits = torch.tanh(logits / softcap) * softcap
+    logits = torch.einsum("bhgtd,bhsd->bhgts", query.double(), keys.double()) * softmax.scaling
+    if softmax.softcap is not None:
+        logits = torch.tanh(logits / softmax.softcap) * softmax.softcap
     logits = logits.masked_fill(~seen.unsqueeze(-3), -torch.inf)
-    if sinks is not None:
-        logits = torch.cat([logits, sinks.double()[None, :, :, None, None].expand(*logits.shape[:-1], 1)], -1)
+    if softmax.sinks is not None:
+        logits = torch.cat([logits, softmax.sinks.double()[None, :, :, None, None].expand(*logits.shape[:-1], 1)], -1)
     return torch.softmax(logits, -1).nan_to_num(0)[..., : keys.shape[2]]
 
 

@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcompress import kernels
 from kvcompress.attention import over
-from kvcompress.kernels import reference
+from kvcompress.kernels import choose
+from kvcompress.kernels.attention import naive
 from kvcompress.kernels.layout import DenseLayer, PackedLayer
+from kvcompress.kernels.softmax import Softmax
 from kvcompress.stores.dense import DenseStore
 from kvcompress.stores.packed import PackedStore
 from kvcompress.visibility import Visibility
@@ -18,8 +19,8 @@ from tests.kernels.layers import Case, dense, error, packed, weights64
 
 pytest.importorskip("numba", reason="the CPU kernels need Numba (kvcompress[cpu])")
 
-from kvcompress.kernels import cpu
-from kvcompress.kernels.cpu_values import RUNS_HERE
+from kvcompress.kernels.attention import cpu
+from kvcompress.kernels.jit.values import RUNS_HERE
 
 pytestmark = pytest.mark.skipif(not RUNS_HERE, reason="this processor lacks vectors, FMA or fp16 conversion")
 
@@ -37,15 +38,15 @@ def check(
 ) -> None:
     """Compares with float64 attention over what the layer stands for."""
     scaling = scaling or case.query.shape[-1] ** -0.5
-    options = {"scaling": scaling, "softcap": softcap, "sinks": sinks}
-    got = kernels.attend_decode(case.query, case.layer, allowed, **options)
+    softmax = Softmax(scaling, softcap, sinks)
+    got = choose.attend_decode(case.query, case.layer, allowed, softmax)
     assert got is not None
     assert got.dtype == case.query.dtype
     seen = case.inside if allowed is None else case.inside & allowed
-    weights = weights64(case.query, case.keys, seen, **options)
+    weights = weights64(case.query, case.keys, seen, softmax)
     right = weights @ case.values.unsqueeze(2)
     assert error(got, right) < ROUNDING[case.query.dtype]
-    both = kernels.attend_decode_with_sums(case.query, case.layer, allowed, **options)
+    both = choose.attend_decode_with_sums(case.query, case.layer, allowed, softmax)
     assert both is not None
     assert torch.equal(both[0], got)
     assert error(both[1], weights.sum(3).mean(2)) < FLOAT_ERROR
@@ -111,7 +112,7 @@ def test_all_weight_on_one_token_and_on_none() -> None:
     check(case, scaling=30.0)
     allowed = torch.zeros(1, 1, 2, 300, dtype=torch.bool)
     allowed[0, 0, 1, 150] = True
-    got = kernels.attend_decode(case.query, case.layer, allowed, scaling=1.0)
+    got = choose.attend_decode(case.query, case.layer, allowed, Softmax(1.0))
     assert got is not None
     assert bool((got[..., 0, :] == 0).all())
     assert torch.allclose(got[0, 0, :, 1].double(), case.values[0, 0, 150].expand(4, -1), atol=1e-6)
@@ -119,7 +120,7 @@ def test_all_weight_on_one_token_and_on_none() -> None:
 
 def test_a_sink_that_takes_everything() -> None:
     case = dense([40], 1, 2, 1, 64)
-    got = kernels.attend_decode(case.query, case.layer, None, scaling=0.1, sinks=torch.full((1, 2), 200.0))
+    got = choose.attend_decode(case.query, case.layer, None, Softmax(0.1, sinks=torch.full((1, 2), 200.0)))
     assert got is not None
     assert bool((got == 0).all())
 
@@ -128,7 +129,7 @@ def test_nan_in_a_key_is_not_hidden() -> None:
     case = dense([40], 1, 2, 1, 64)
     assert isinstance(case.layer, DenseLayer)
     case.layer.keys[0, 0, 7, 3] = torch.nan
-    got = kernels.attend_decode(case.query, case.layer, None, scaling=0.1)
+    got = choose.attend_decode(case.query, case.layer, None, Softmax(0.1))
     assert got is not None
     assert bool(got.isnan().all())
 
@@ -137,7 +138,7 @@ def test_a_row_among_others_is_what_it_is_alone() -> None:
     torch.manual_seed(1)
     rows = [(4, 640, 601, 777), (4, 64, 30, 120)]
     case = packed(rows, 2, 3, 1, 64, 2)
-    both = kernels.attend_decode(case.query, case.layer, None, scaling=0.125)
+    both = choose.attend_decode(case.query, case.layer, None, Softmax(0.125))
     assert isinstance(case.layer, PackedLayer) and case.layer.keys and case.layer.values and both is not None
     keys, values = case.layer.keys, case.layer.values
     second = slice(1, 2)
@@ -152,7 +153,7 @@ def test_a_row_among_others_is_what_it_is_alone() -> None:
         case.layer.tail_values[second],
         [120],
     )
-    one = kernels.attend_decode(case.query[second], alone, None, scaling=0.125)
+    one = choose.attend_decode(case.query[second], alone, None, Softmax(0.125))
     assert one is not None
     assert torch.allclose(one, both[second], atol=1e-6)
 
@@ -163,8 +164,8 @@ def test_as_the_reference_over_a_store() -> None:
     for columns in (70, 1):
         store.append(*torch.randn(2, 2, 3, columns, 64), [columns, columns])
     query = torch.randn(2, 3, 2, 1, 64)
-    right, _ = reference.attend(query, store, lambda start, stop: None, scaling=0.125)
-    got = kernels.attend_decode(query, store.layout(), None, scaling=0.125)
+    right, _ = naive.attend(query, store, lambda start, stop: None, Softmax(0.125))
+    got = choose.attend_decode(query, store.layout(), None, Softmax(0.125))
     assert got is not None
     assert error(got, right.double()) < FLOAT_ERROR
 
@@ -175,9 +176,9 @@ def test_attention_takes_the_kernels_where_they_pay(monkeypatch: pytest.MonkeyPa
     taken: list[tuple[int, int]] = []
     attend = cpu.attend_decode
 
-    def noted(query: Tensor, layer: Any, allowed: Tensor | None, **options: Any) -> Tensor | None:
+    def noted(query: Tensor, layer: Any, allowed: Tensor | None, softmax: Softmax) -> Tensor | None:
         taken.append((query.shape[3], max(layer.lengths)))
-        return attend(query, layer, allowed, **options)
+        return attend(query, layer, allowed, softmax)
 
     monkeypatch.setattr(cpu, "attend_decode", noted)
     packed_rows, small, large = PackedStore(1, 2, 32, 64), DenseStore(1), DenseStore(1)
@@ -185,7 +186,7 @@ def test_attention_takes_the_kernels_where_they_pay(monkeypatch: pytest.MonkeyPa
     packed_rows.pack()
     small.append(*torch.randn(2, 1, 2, 400, 64), [400])
     large.append(*torch.randn(2, 1, 2, 2048, 64), [2048])
-    monkeypatch.setattr(kernels, "SMALL", large.keys.nbytes)
+    monkeypatch.setattr(choose, "SMALL", large.keys.nbytes)
     for store, columns, blocks in ((packed_rows, 300, [256, 44]), (small, 1, []), (large, 1, [1]), (large, 9, [])):
         taken.clear()
         past, slots = store.length - columns, torch.arange(store.length)
@@ -194,8 +195,8 @@ def test_attention_takes_the_kernels_where_they_pay(monkeypatch: pytest.MonkeyPa
             return (slots <= past + torch.arange(start, stop)[:, None])[None, None]
 
         query = torch.randn(1, 2, 2, columns, 64)
-        right, _ = reference.attend(query, store, mask, scaling=0.125)
-        got = over(query, store, Visibility(True, mask), 0.125)
+        right, _ = naive.attend(query, store, mask, Softmax(0.125))
+        got = over(query, store, Visibility(True, mask), Softmax(0.125))
         assert error(got, right.double()) < FLOAT_ERROR
         assert taken == [(each, store.length) for each in blocks]
 
@@ -207,9 +208,9 @@ def test_the_number_of_threads_changes_nothing(threads: int) -> None:
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        right = kernels.attend_decode(case.query, case.layer, None, scaling=0.125)
+        right = choose.attend_decode(case.query, case.layer, None, Softmax(0.125))
         torch.set_num_threads(threads)
-        got = kernels.attend_decode(case.query, case.layer, None, scaling=0.125)
+        got = choose.attend_decode(case.query, case.layer, None, Softmax(0.125))
     finally:
         torch.set_num_threads(before)
     assert right is not None and got is not None
@@ -217,24 +218,24 @@ def test_the_number_of_threads_changes_nothing(threads: int) -> None:
 
 
 def test_what_has_no_kernel_is_left_to_the_reference() -> None:
-    options = {"scaling": 1.0}
+    softmax = Softmax(1.0)
     odd_width = dense([40], 1, 1, 1, 72)
-    assert kernels.attend_decode(odd_width.query, odd_width.layer, None, **options) is None
+    assert choose.attend_decode(odd_width.query, odd_width.layer, None, softmax) is None
     small_groups = packed([(0, 64, 64, 70)], 1, 1, 1, 64, 2, group_size=16)
-    assert kernels.attend_decode(small_groups.query, small_groups.layer, None, **options) is None
+    assert choose.attend_decode(small_groups.query, small_groups.layer, None, softmax) is None
     double = dense([40], 1, 1, 1, 64, torch.float64)
-    assert kernels.attend_decode(double.query, double.layer, None, **options) is None
+    assert choose.attend_decode(double.query, double.layer, None, softmax) is None
 
 
 def test_torchs_default_dtype_and_device_do_not_matter() -> None:
     torch.manual_seed(4)
     case = packed([(4, 256, 200, 300)], 2, 3, 1, 64, 2)
-    right = kernels.attend_decode_with_sums(case.query, case.layer, None, scaling=0.125)
+    right = choose.attend_decode_with_sums(case.query, case.layer, None, Softmax(0.125))
     before = torch.get_default_dtype()
     try:
         torch.set_default_dtype(torch.float16)
         with torch.device("meta"):
-            got = kernels.attend_decode_with_sums(case.query, case.layer, None, scaling=0.125)
+            got = choose.attend_decode_with_sums(case.query, case.layer, None, Softmax(0.125))
     finally:
         torch.set_default_dtype(before)
     assert right is not None and got is not None

@@ -5,14 +5,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcompress import kernels
-from kvcompress.kernels import reference
+from kvcompress.kernels import choose
 from kvcompress.kernels.layout import PackedKeys, PackedValues
+from kvcompress.kernels.pack import naive
 from tests.kernels.layers import pack_keys, pack_values
 
 pytest.importorskip("numba", reason="the CPU kernels need Numba (kvcompress[cpu])")
 
-from kvcompress.kernels.cpu_values import RUNS_HERE
+from kvcompress.kernels.jit.values import RUNS_HERE
 
 pytestmark = pytest.mark.skipif(not RUNS_HERE, reason="this processor lacks vectors, FMA or fp16 conversion")
 
@@ -52,7 +52,7 @@ def test_keys(seed: int, bits: int, dim: int, group_size: int, groups: int, befo
         bits,
         group_size,
     )
-    assert kernels.quantise_and_pack(x, into, offset)
+    assert choose.quantise_and_pack(x, into, offset)
     right = pack_keys(x, bits, group_size)
     for got, want, unit in zip(into[:3], right[:3], (32, group_size, group_size), strict=True):
         start, stop = offset // unit, (offset + tokens) // unit
@@ -79,7 +79,7 @@ def test_values(
     words[:, :, : before.words.shape[2]] = before.words
     scales = (2, 3, offset + tokens + 1, dim // group_size)
     into = PackedValues(words, untouched(scales, torch.float16), untouched(scales, torch.float16), bits, group_size)
-    assert kernels.quantise_and_pack(x[:, :, offset:], into, offset)
+    assert choose.quantise_and_pack(x[:, :, offset:], into, offset)
     assert torch.equal(words[:, :, :-1], right.words) and bool((words[:, :, -1] == 77).all())
     for got, want in zip(into[1:3], right[1:3], strict=True):
         assert torch.equal(got[:, :, offset:-1], want[:, :, offset:])
@@ -89,15 +89,15 @@ def test_values(
 def test_ties_round_to_the_even_code() -> None:
     x = torch.tensor([0.0, 0.5, 1.5, 2.5, 3.0]).repeat(13)[:64].view(1, 1, 1, 64)
     into = pack_values(torch.zeros(1, 1, 1, 64), 2, 64)
-    assert kernels.quantise_and_pack(x, into, 0)
-    codes = reference.unpack_words(into.words, 2, 2, 1)[0, 0, 0, :5]
+    assert choose.quantise_and_pack(x, into, 0)
+    codes = naive.unpack_words(into.words, 2, 2, 1)[0, 0, 0, :5]
     assert codes.tolist() == [0, 0, 2, 2, 3]
 
 
 def test_what_has_no_kernel_is_left_alone() -> None:
     into = pack_keys(torch.zeros(1, 1, 64, 64), 2, 16)
     before = [tensor.clone() for tensor in into[:3]]
-    assert not kernels.quantise_and_pack(torch.randn(1, 1, 64, 64), into, 0)
+    assert not choose.quantise_and_pack(torch.randn(1, 1, 64, 64), into, 0)
     assert all(torch.equal(old, new) for old, new in zip(before, into[:3], strict=True))
 
 
@@ -122,6 +122,6 @@ def test_evicting_in_place_is_a_gather(
     index = order.argsort(-1)[..., :kept].sort(-1).values
     every = index.expand(2, 3, kept).reshape(2, 3, kept, *[1] * len(inside)).expand(2, 3, kept, *inside)
     right, ends = view.gather(2, every), buffer[:, :, [0, -1]].clone()
-    assert kernels.evict_in_place(view, index, first)
+    assert choose.evict_in_place(view, index, first)
     assert torch.equal(view[:, :, :kept], right)
     assert torch.equal(buffer[:, :, [0, -1]], ends)

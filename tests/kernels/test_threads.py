@@ -10,17 +10,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvcompress import kernels
+from kvcompress.kernels import choose
+from kvcompress.kernels.softmax import Softmax
 from tests.kernels.layers import packed
 
 pytest.importorskip("numba", reason="the CPU kernels need Numba (kvcompress[cpu])")
 
 from numba.core import caching
 
-from kvcompress.kernels import cpu_threads
-from kvcompress.kernels.cpu_call import Call
-from kvcompress.kernels.cpu_compile import Parameters, compile_kernel
-from kvcompress.kernels.cpu_values import RUNS_HERE
+from kvcompress.kernels.jit import threads
+from kvcompress.kernels.jit.call import Call
+from kvcompress.kernels.jit.compile import Parameters, compile_kernel
+from kvcompress.kernels.jit.values import RUNS_HERE
 
 pytestmark = pytest.mark.skipif(not RUNS_HERE, reason="this processor lacks vectors, FMA or fp16 conversion")
 
@@ -43,12 +44,12 @@ def two_threads() -> Iterator[None]:
 @pytest.mark.usefixtures("two_threads")
 def test_calls_at_the_same_time(openmp: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not openmp:
-        monkeypatch.setattr(cpu_threads, "torch_openmp", lambda: None)
+        monkeypatch.setattr(threads, "torch_openmp", lambda: None)
     torch.manual_seed(0)
     case = packed([(0, 1024, 1000, 1100)], 2, 3, 1, 64, 2)
 
     def attend(_: int) -> torch.Tensor | None:
-        return kernels.attend_decode(case.query, case.layer, None, scaling=0.125)
+        return choose.attend_decode(case.query, case.layer, None, Softmax(0.125))
 
     right = attend(0)
     assert right is not None
@@ -60,7 +61,7 @@ def test_calls_at_the_same_time(openmp: bool, monkeypatch: pytest.MonkeyPatch) -
 def test_torchs_own_threads_are_found_on_linux() -> None:
     if not torch.backends.openmp.is_available():
         pytest.skip("this torch was built without OpenMP")
-    assert cpu_threads.torch_openmp() is not None
+    assert threads.torch_openmp() is not None
 
 
 def double(p: Parameters) -> None:
@@ -93,14 +94,15 @@ def test_no_folder_for_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_forked_process_with_one_thread() -> None:
     code = """
 import os, torch
-from kvcompress import kernels
+from kvcompress.kernels import choose
+from kvcompress.kernels.softmax import Softmax
 from tests.kernels.layers import packed
 case = packed([(0, 1024, 1000, 1100)], 1, 3, 1, 64, 2)
-right = kernels.attend_decode(case.query, case.layer, None, scaling=0.125)
+right = choose.attend_decode(case.query, case.layer, None, Softmax(0.125))
 torch.set_num_threads(1)
 child = os.fork()
 if child == 0:
-    os._exit(0 if torch.equal(kernels.attend_decode(case.query, case.layer, None, scaling=0.125), right) else 1)
+    os._exit(0 if torch.equal(choose.attend_decode(case.query, case.layer, None, Softmax(0.125)), right) else 1)
 raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
     in_a_process(code)
@@ -110,13 +112,14 @@ def test_without_numba_the_reference_is_left_to_do_it() -> None:
     code = """
 import sys
 sys.modules["numba"] = sys.modules["llvmlite"] = None
-from kvcompress import kernels
+from kvcompress.kernels import choose
+from kvcompress.kernels.softmax import Softmax
 from tests.kernels.layers import packed, pack_values
 case = packed([(0, 1024, 1000, 1100)], 1, 3, 1, 64, 2)
-assert kernels.attend_decode(case.query, case.layer, None, scaling=0.125) is None
-assert kernels.column_sums(case.query, case.layer.tail_keys, 0, scaling=0.125) is None
-assert not kernels.quantise_and_pack(case.layer.tail_values, case.layer.values, 0)
-assert not kernels.evict_in_place(case.layer.tail_values, None, 0)
+assert choose.attend_decode(case.query, case.layer, None, Softmax(0.125)) is None
+assert choose.column_sums(case.query, case.layer.tail_keys, 0, Softmax(0.125)) is None
+assert not choose.quantise_and_pack(case.layer.tail_values, case.layer.values, 0)
+assert not choose.evict_in_place(case.layer.tail_values, None, 0)
 """
     in_a_process(code)
 

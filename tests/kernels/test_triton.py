@@ -10,8 +10,9 @@ from types import ModuleType
 import pytest
 import torch
 
-from kvcompress import kernels
+from kvcompress.kernels import choose
 from kvcompress.kernels.layout import DenseLayer, PackedKeys
+from kvcompress.kernels.softmax import Softmax
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="the GPU kernels need Triton (kvcompress[cuda], Linux)"
@@ -37,26 +38,26 @@ def test_all_in_the_interpreter() -> None:
 def test_on_a_gpu_they_are_the_ones_that_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The dispatch finds each of them, and a part of the package that is missing is not taken for a missing Triton."""
     chosen: list[str] = []
-    find = kernels._fast
+    find = choose.fast
 
-    def on_cuda(device: str, on_cpu: str, on_cuda: str | None) -> ModuleType | None:
-        module = find("cuda", on_cpu, on_cuda)
+    def on_cuda(device: str, operation: str, on: tuple[str, ...] = ("cpu", "cuda")) -> ModuleType | None:
+        module = find("cuda", operation, on)
         if module is not None:
-            chosen.append(module.__name__.rpartition(".")[2])
+            chosen.append(module.__name__.removeprefix("kvcompress.kernels."))
         return module
 
-    monkeypatch.setattr(kernels, "_fast", on_cuda)
+    monkeypatch.setattr(choose, "fast", on_cuda)
     query, keys = torch.zeros(1, 1, 1, 1, 24), torch.zeros(1, 1, 40, 24)
-    assert kernels.most_columns(query.expand(1, 1, 16, 1, 24)) == 4
+    assert choose.most_columns(query.expand(1, 1, 16, 1, 24)) == 4
     # None of them has code for these, which they say before anything is launched.
-    assert kernels.attend_decode(query, DenseLayer(keys, keys, [40]), None, scaling=1.0) is None
-    assert kernels.column_sums(query.double(), keys.double(), 39, scaling=1.0) is None
+    assert choose.attend_decode(query, DenseLayer(keys, keys, [40]), None, Softmax(1.0)) is None
+    assert choose.column_sums(query.double(), keys.double(), 39, Softmax(1.0)) is None
     words = torch.zeros(1, 1, 2, 3, 32, dtype=torch.int16)
     scales = torch.zeros(1, 1, 40, 24, dtype=torch.float16)
-    assert not kernels.quantise_and_pack(keys.double(), PackedKeys(words, scales, scales, 2, 1), 0)
-    assert chosen == ["cuda_decode", "cuda_decode", "cuda_sums", "cuda_pack"]
+    assert not choose.quantise_and_pack(keys.double(), PackedKeys(words, scales, scales, 2, 1), 0)
+    assert chosen == ["attention.triton", "attention.triton", "scores.triton", "pack.triton"]
     with pytest.raises(ImportError, match="no_such_kernels"):
-        find("cuda", "", "no_such_kernels")
+        find("cuda", "no_such_kernels")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: the checks ran in the interpreter instead")

@@ -9,7 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcompress.kernels import cuda_decode, cuda_pack, cuda_sums
+from kvcompress.kernels.attention import triton as attention
+from kvcompress.kernels.pack import triton as pack
+from kvcompress.kernels.scores import triton as scores
+from kvcompress.kernels.softmax import Softmax
 from tests.kernels.layers import Case, dense, error, pack_keys, pack_values, packed, weights64
 
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -30,12 +33,11 @@ def decode(device: str, case: Case, share: float | None, softcap: float | None, 
     batch, heads, groups, columns, dim = case.query.shape
     mask = None if share is None else torch.rand(batch, 1, columns, case.keys.shape[2]) < share
     sinks = torch.randn(heads, groups) if with_sinks else None
-    options = {"scaling": dim**-0.5, "softcap": softcap}
-    on_device = [moved(each, device) for each in (case.query, case.layer, mask, sinks)]
-    got = cuda_decode.attend_decode(*on_device[:3], **options, sinks=on_device[3])
+    query, layer, allowed, extra = (moved(each, device) for each in (case.query, case.layer, mask, sinks))
+    got = attention.attend_decode(query, layer, allowed, Softmax(dim**-0.5, softcap, extra))
     assert got is not None
     seen = case.inside if mask is None else case.inside & mask
-    right = weights64(case.query, case.keys, seen, **options, sinks=sinks) @ case.values.unsqueeze(2)
+    right = weights64(case.query, case.keys, seen, Softmax(dim**-0.5, softcap, sinks)) @ case.values.unsqueeze(2)
     assert got.dtype == case.query.dtype
     assert error(got.cpu(), right) < ROUNDING[case.query.dtype]
 
@@ -59,12 +61,12 @@ def check_decode_of_16_bits(device: str) -> None:
 
 
 def check_decode_in_parts(device: str) -> None:
-    before = cuda_decode.PROGRAMS
+    before = attention.PROGRAMS
     try:
-        cuda_decode.PROGRAMS = 64
+        attention.PROGRAMS = 64
         decode(device, packed([(0, 256, 200, 300), (0, 32, 0, 40)], 1, 2, 1, 64, 2), None, None, True)
     finally:
-        cuda_decode.PROGRAMS = before
+        attention.PROGRAMS = before
 
 
 def numbers(tokens: int, dim: int, dtype: torch.dtype, device: str) -> Tensor:
@@ -77,7 +79,7 @@ def check_packing_keys(device: str) -> None:
     for bits, dim, group_size, dtype in ((2, 64, 32, torch.float32), (4, 80, 64, torch.bfloat16)):
         x = numbers(2 * group_size, dim, dtype, device)
         into = moved(pack_keys(torch.zeros(2, 2, 4 * group_size, dim), bits, group_size), device)
-        assert cuda_pack.quantise_and_pack(x, into, group_size)
+        assert pack.quantise_and_pack(x, into, group_size)
         right = pack_keys(x.cpu(), bits, group_size)
         for got, want, unit in zip(into[:3], right[:3], (32, group_size, group_size), strict=True):
             assert torch.equal(got[:, :, group_size // unit : 3 * group_size // unit].cpu(), want)
@@ -93,7 +95,7 @@ def check_packing_values(device: str) -> None:
         words[:, :, : before.words.shape[2]] = before.words
         empty = [torch.zeros_like(part) for part in right[1:3]]
         into = moved(right._replace(words=words, scale=empty[0], minimum=empty[1]), device)
-        assert cuda_pack.quantise_and_pack(x[:, :, offset:], into, offset)
+        assert pack.quantise_and_pack(x[:, :, offset:], into, offset)
         assert torch.equal(into[0].cpu(), right.words)
         for got, want in zip(into[1:3], right[1:3], strict=True):
             assert torch.equal(got[:, :, offset:].cpu(), want[:, :, offset:])
@@ -103,12 +105,11 @@ def check_column_sums(device: str) -> None:
     for past, columns, groups, dim, softcap in ((0, 70, 2, 64, None), (33, 20, 3, 80, 5.0)):
         case = dense([past + columns], 2, groups, columns, dim)
         sinks = None if softcap is None else torch.randn(2, groups)
-        options = {"scaling": dim**-0.5, "softcap": softcap}
-        on_device = [moved(each, device) for each in (case.query, case.layer[0], sinks)]
-        got = cuda_sums.column_sums(*on_device[:2], past, **options, sinks=on_device[2])
+        query, keys, extra = (moved(each, device) for each in (case.query, case.layer[0], sinks))
+        got = scores.column_sums(query, keys, past, Softmax(dim**-0.5, softcap, extra))
         assert got is not None
         seen = torch.ones(columns, past + columns, dtype=torch.bool).tril(past)[None, None]
-        right = weights64(case.query, case.keys, seen, **options, sinks=sinks).sum(3).mean(2)
+        right = weights64(case.query, case.keys, seen, Softmax(dim**-0.5, softcap, sinks)).sum(3).mean(2)
         assert error(got.cpu(), right) < 2e-6
 
 

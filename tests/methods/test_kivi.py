@@ -8,7 +8,7 @@ from torch import Tensor
 
 import kvcompress as kvc
 from kvcompress.budget import LayerShape
-from kvcompress.kernels import reference
+from kvcompress.kernels.pack import naive
 from tests.methods.one_layer import OneLayer, golden
 
 GOLDEN = golden("kivi")
@@ -35,9 +35,9 @@ def golden_prompt(method: kvc.KIVI | kvc.Exact) -> OneLayer:
 
 def test_golden_codes() -> None:
     store = golden_prompt(METHOD).layer.store
-    codes = reference.unpack_words(store.keys.packed.words, 2, 3, DIM)[0, 0, 0].T  # [tokens, channels]
+    codes = naive.unpack_words(store.keys.packed.words, 2, 3, DIM)[0, 0, 0].T  # [tokens, channels]
     assert codes[:8].unflatten(0, (2, 4)).tolist() == GOLDEN["key_codes"]
-    codes = reference.unpack_words(store.values.packed.words, 2, 2, PROMPT - 8)[0, 0]
+    codes = naive.unpack_words(store.values.packed.words, 2, 2, PROMPT - 8)[0, 0]
     assert codes.tolist() == GOLDEN["value_codes"]
     assert (store.keys.counts, store.values.counts) == ([8], [2])
 
@@ -53,16 +53,16 @@ def test_golden_attention() -> None:
 def test_golden_groups() -> None:
     case = GOLDEN["key_channel_case"]
     for given, expected in (("tokens", "codes"), ("other_tokens", "other_codes")):
-        codes, scale, low = reference.quantise(torch.tensor(case[given]), 2)
+        codes, scale, low = naive.quantise(torch.tensor(case[given]), 2)
         assert codes.tolist() == case[expected]
     assert (codes * scale.float() + low.float()).tolist() == case["other_dequantised"]
     groups = GOLDEN["value_token_case"]
-    codes, _, _ = reference.quantise(torch.tensor(groups["groups"]), 2)
+    codes, _, _ = naive.quantise(torch.tensor(groups["groups"]), 2)
     assert codes.tolist() == groups["codes"]
 
 
 def test_a_constant_group_comes_back_as_its_minimum() -> None:
-    codes, scale, low = reference.quantise(torch.full((3, 8), 1.5), 4)
+    codes, scale, low = naive.quantise(torch.full((3, 8), 1.5), 4)
     assert not codes.any()
     assert not scale.any()
     assert low.tolist() == [[1.5]] * 3
@@ -116,7 +116,7 @@ def test_a_packed_token_is_never_quantised_again() -> None:
         layer.call(token, token)
         keys, values = layer.layer.store.keys, layer.layer.store.values
         if keys.counts[0]:
-            now = reference.dequantise_keys(keys.packed, 0, keys.counts[0], 16)
+            now = naive.dequantise_keys(keys.packed, 0, keys.counts[0], 16)
             assert not held or torch.equal(now[:, :, : held[0].shape[2]], held[0])
             held = [now]
     assert (keys.counts, values.counts) == ([80], [64])

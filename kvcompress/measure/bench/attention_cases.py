@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvcompress.attention import over
+from kvcompress.kernels.softmax import Softmax
 from kvcompress.measure.bench.case import Line, case
 from kvcompress.measure.bench.paired import Paired, multiply_add_seconds, paired, read_seconds
 from kvcompress.stores.dense import DenseStore
@@ -21,7 +22,7 @@ SMALL = (8192, 3, 3, 64)
 
 def decode_attention(query: Tensor, store: DenseStore | PackedStore, scaling: float) -> Tensor:
     """`query` [B, H, G, 1, D] over all of `store`, as a decode step attends."""
-    return over(query, store, EVERYTHING, scaling)
+    return over(query, store, EVERYTHING, Softmax(scaling))
 
 
 def device() -> torch.device:

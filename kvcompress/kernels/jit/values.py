@@ -1,4 +1,4 @@
-"""Numbers and vectors that exist while a kernel runs, with Python's operators; see `cpu_code.py`."""
+"""Numbers and vectors that exist while a kernel runs, with Python's operators; see `code.py`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import llvmlite.binding as llvm
 from llvmlite import ir
 
 if TYPE_CHECKING:
-    from kvcompress.kernels.cpu_code import Code
+    from kvcompress.kernels.jit.code import Code
 
 FEATURES = llvm.get_host_cpu_features()
 RUNS_HERE = all(FEATURES.get(name) for name in ("avx2", "fma", "f16c")) or FEATURES.get("neon", False)

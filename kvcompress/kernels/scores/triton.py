@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvcompress.kernels.cuda_decode import MASKED
+from kvcompress.kernels.attention.triton import MASKED
+from kvcompress.kernels.softmax import Softmax
 
 SMALL_BLOCK, LARGE_BLOCK = 32, 64  # queries, and keys; what a program holds must fit into its multiprocessor
 
@@ -121,27 +122,22 @@ def column_sums(
     query: Tensor,
     keys: Tensor,
     past: int,
-    *,
-    scaling: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
+    softmax: Softmax,
 ) -> Tensor | None:
-    """See `kvcompress.kernels.column_sums`."""
+    """See `kvcompress.kernels.choose.column_sums`."""
     batch, heads, groups, columns, dim = query.shape
     known, slots = (torch.float32, torch.bfloat16, torch.float16), keys.shape[2]
     if query.dtype != keys.dtype or query.dtype not in known or keys.stride(-1) != 1 or keys.shape[-1] != dim:
         return None
     flat, device = query.contiguous(), query.device
-    extra = (
-        flat.new_full((heads, groups), -torch.inf, dtype=torch.float32) if sinks is None else sinks.float().contiguous()
-    )
+    extra = softmax.extra_logits(heads, groups, device)
     log_totals = torch.empty(batch, heads, groups, columns, dtype=torch.float32, device=device)
     out = torch.empty(batch, heads, slots, dtype=torch.float32, device=device)
     width = max(16, triton.next_power_of_2(dim))
     block = LARGE_BLOCK if query.element_size() == 2 and width <= 128 else SMALL_BLOCK
     sizes = {"QUERIES": block, "KEYS": block, "DIM": width}
-    modes = {"CAPPED": softcap is not None, "WIDE": device.type != "cuda"}
-    numbers = scaling, softcap or 0.0, heads, groups, columns, dim, past
+    modes = {"CAPPED": softmax.softcap is not None, "WIDE": device.type != "cuda"}
+    numbers = softmax.scaling, softmax.softcap or 0.0, heads, groups, columns, dim, past
     launch: Any = log_sums[(batch * heads * groups, triton.cdiv(columns, block))]
     launch(flat, keys, extra, log_totals, *numbers, keys.stride()[:3], **sizes, **modes)
     launch = add_columns[(batch * heads, triton.cdiv(slots, block))]

@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvcompress.kernels.layout import DenseLayer, PackedLayer, codes_per_word
+from kvcompress.kernels.layout import DenseLayer, PackedLayer, codes_per_word, gapless
+from kvcompress.kernels.softmax import Softmax
 
 SMALL_TILE, LARGE_TILE = 32, 64  # tokens; what a program holds must fit into its multiprocessor
 LANES = tl.constexpr(32)
@@ -243,7 +244,7 @@ def merge(
 
 
 def most_columns(groups: int) -> int:
-    """See `kvcompress.kernels.most_columns`."""
+    """See `kvcompress.kernels.choose.most_columns`."""
     return max(1, MOST_ROWS // groups)
 
 
@@ -251,12 +252,9 @@ def attend_decode(
     query: Tensor,
     layer: DenseLayer | PackedLayer,
     allowed: Tensor | None,
-    *,
-    scaling: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
+    softmax: Softmax,
 ) -> Tensor | None:
-    """See `kvcompress.kernels.attend_decode`; what is not packed is left to torch's own attention."""
+    """See `kvcompress.kernels.choose.attend_decode`; what is not packed is left to torch's own attention."""
     if isinstance(layer, DenseLayer) or layer.keys is None or not takes(query, layer):
         return None
     batch, heads, groups, columns, dim = query.shape
@@ -268,9 +266,7 @@ def attend_decode(
     left = torch.empty(batch, heads, parts, rows, width + 2, dtype=torch.float32, device=device)
     held = [layer.fronts, layer.key_counts, layer.value_counts, layer.lengths]
     counts = torch.tensor(held, dtype=torch.int64).to(device, non_blocking=True)
-    extra = (
-        flat.new_full((heads, groups), -torch.inf, dtype=torch.float32) if sinks is None else sinks.float().contiguous()
-    )
+    extra = softmax.extra_logits(heads, groups, device)
     seen = counts if allowed is None else allowed.expand(batch, heads, columns, -1)
     if allowed is not None and seen.stride(-1) != 1:
         seen = seen.contiguous()
@@ -289,8 +285,8 @@ def attend_decode(
         seen.view(torch.int8) if allowed is not None else seen,
         *full,
         *packed,
-        scaling,
-        softcap or 0.0,
+        softmax.scaling,
+        softmax.softcap or 0.0,
         batch,
         heads,
         groups * columns,
@@ -308,7 +304,7 @@ def attend_decode(
         DIM=width,
         TILE=tile,
         MASKED_SLOTS=allowed is not None,
-        CAPPED=softcap is not None,
+        CAPPED=softmax.softcap is not None,
         WIDE=query.device.type != "cuda",
     )
     launch = merge[(batch * heads, groups * columns)]
@@ -342,11 +338,6 @@ def takes(query: Tensor, layer: PackedLayer) -> bool:
     groups_fit = values is None or values.group_size >= dim or values.group_size & (values.group_size - 1) == 0
     packed = [tensor for codes in (keys, values) if codes is not None for tensor in codes[:3]]
     return groups_fit and all(gapless(tensor) for tensor in packed)
-
-
-def gapless(tensor: Tensor) -> bool:
-    """Whether all that [B, H, S, ...] holds for one row and head lies in one piece."""
-    return tensor[0, 0].is_contiguous()
 
 
 def part_count(device: torch.device, programs: int, tiles: int) -> int:

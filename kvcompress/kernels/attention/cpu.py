@@ -8,13 +8,14 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from kvcompress.kernels import cpu_decode, cpu_merge
-from kvcompress.kernels.cpu_call import DTYPES, Call, float_bits, gapless, stored
-from kvcompress.kernels.cpu_compile import compile_kernel
-from kvcompress.kernels.cpu_decode import MOST_VALUE_GROUPS, PARAMETERS, ROWS, SCRATCH_BYTES
-from kvcompress.kernels.cpu_rows import DIM_STEP, MOST_DIM, TILE
-from kvcompress.kernels.cpu_threads import Kernel, thread_count
-from kvcompress.kernels.layout import LANES, DenseLayer, PackedKeys, PackedLayer, PackedValues
+from kvcompress.kernels.attention import cpu_decode, cpu_merge
+from kvcompress.kernels.attention.cpu_decode import MOST_VALUE_GROUPS, PARAMETERS, ROWS, SCRATCH_BYTES
+from kvcompress.kernels.jit.call import DTYPES, Call, float_bits, stored
+from kvcompress.kernels.jit.compile import compile_kernel
+from kvcompress.kernels.jit.rows import DIM_STEP, MOST_DIM, TILE
+from kvcompress.kernels.jit.threads import Kernel, thread_count
+from kvcompress.kernels.layout import LANES, DenseLayer, PackedKeys, PackedLayer, PackedValues, gapless
+from kvcompress.kernels.softmax import Softmax
 
 COLUMNS = 256  # whose mask is to exist at one time
 TASKS = 32  # at least, where there are tiles enough: a thread that is held up leaves little for the end
@@ -42,7 +43,7 @@ def columns_kernel() -> Kernel:
 
 
 def most_columns(groups: int) -> int:
-    """See `kvcompress.kernels.most_columns`."""
+    """See `kvcompress.kernels.choose.most_columns`."""
     return COLUMNS
 
 
@@ -50,41 +51,33 @@ def attend_decode(
     query: Tensor,
     layer: DenseLayer | PackedLayer,
     allowed: Tensor | None,
-    *,
-    scaling: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
+    softmax: Softmax,
 ) -> Tensor | None:
-    """See `kvcompress.kernels.attend_decode`."""
+    """See `kvcompress.kernels.choose.attend_decode`."""
     layer = as_packed(layer)
     if not takes(query, layer):
         return None
-    return run(query, layer, allowed, scaling, softcap, sinks)[0]
+    return run(query, layer, allowed, softmax)[0]
 
 
 def attend_decode_with_sums(
     query: Tensor,
     layer: DenseLayer | PackedLayer,
     allowed: Tensor | None,
-    *,
-    scaling: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
+    softmax: Softmax,
 ) -> tuple[Tensor, Tensor] | None:
-    """See `kvcompress.kernels.attend_decode_with_sums`."""
+    """See `kvcompress.kernels.choose.attend_decode_with_sums`."""
     layer = as_packed(layer)
     if not takes(query, layer):
         return None
-    return run(query, layer, allowed, scaling, softcap, sinks, sum_columns=True)
+    return run(query, layer, allowed, softmax, sum_columns=True)
 
 
 def run(
     query: Tensor,
     layer: PackedLayer,
     allowed: Tensor | None,
-    scaling: float,
-    softcap: float | None,
-    sinks: Tensor | None,
+    softmax: Softmax,
     sum_columns: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Output [B, H, G, T, D] and, where asked for, column sums fp32 [B, H, S]; else nothing that means anything."""
@@ -98,7 +91,7 @@ def run(
     out = torch.empty_like(wide)
     left = wide.new_empty(tasks * lines * (dim + 2))
     scratch = wide.new_empty(thread_count(tasks) * SCRATCH_BYTES // 4)
-    extra = no_sinks(heads, groups) if sinks is None else sinks.to(torch.float32).contiguous()
+    extra = softmax.extra_logits(heads, groups, query.device)
     seen = None if allowed is None else mask(allowed, (batch, heads, columns, slots))
     numbers = {
         "tasks": tasks,
@@ -117,8 +110,8 @@ def run(
         "parts": parts,
         "key_group": layer.keys.group_size if layer.keys else 1,
         "value_group": layer.values.group_size if layer.values else dim,
-        "scaling": float_bits(scaling),
-        "softcap": float_bits(softcap or 0.0),
+        "scaling": float_bits(softmax.scaling),
+        "softcap": float_bits(softmax.softcap or 0.0),
         **stored("allowed", seen),
         **stored("front_keys", layer.front_keys),
         **stored("front_values", layer.front_values),
@@ -147,12 +140,6 @@ def run(
         call.again(tasks=batch * heads, next_task=0)
         columns_kernel().run(call.address, 1 if rows * sums.numel() < LITTLE else batch * heads)
     return out.to(query.dtype), sums[..., :slots]
-
-
-@cache
-def no_sinks(heads: int, groups: int) -> Tensor:
-    """Extra logits that count for nothing: fp32 [H, G]."""
-    return torch.full((heads, groups), -torch.inf, dtype=torch.float32, device="cpu")
 
 
 def as_packed(layer: DenseLayer | PackedLayer) -> PackedLayer:

@@ -3,10 +3,9 @@
 Addresses and strides are in bytes, D is the head dim.
 """
 
-from kvcompress.kernels.cpu_rows import accumulate, add_to_rows, load_rows, load_stored, store_totals, zeros
-from kvcompress.kernels.cpu_values import WIDTH, Value
+from kvcompress.kernels.jit.rows import ITEM, accumulate, add_to_rows, load_rows, load_stored, store_totals, zeros
+from kvcompress.kernels.jit.values import WIDTH, Value
 
-ITEM = {"float32": 4, "bfloat16": 2, "float16": 2}
 BLOCK = 16  # tokens whose values stay in the nearest cache
 AHEAD = 16384  # bytes that are asked for before they are needed
 TOKENS = WIDTH // 4  # that share each load of the queries: as many as the registers hold

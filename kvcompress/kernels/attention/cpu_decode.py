@@ -9,13 +9,13 @@ scales and minima of a tile's values, and last the largest logit and the sum of 
 
 from dataclasses import dataclass
 
-from kvcompress.kernels.cpu_call import stored_names
-from kvcompress.kernels.cpu_compile import Parameters
-from kvcompress.kernels.cpu_dense import dense_logits, dense_mix
-from kvcompress.kernels.cpu_packed import MOST_VALUE_GROUPS, packed_logits, packed_mix, unpack_scales
-from kvcompress.kernels.cpu_rows import ROW, TILE, TOGETHER, in_fours
-from kvcompress.kernels.cpu_softmax import LOWEST, cap_logits, mask_logits, pad_logits, weigh
-from kvcompress.kernels.cpu_values import FLOAT, INT64, WIDTH, Value
+from kvcompress.kernels.attention.cpu_dense import dense_logits, dense_mix
+from kvcompress.kernels.attention.cpu_packed import MOST_VALUE_GROUPS, packed_logits, packed_mix, unpack_scales
+from kvcompress.kernels.attention.cpu_softmax import LOWEST, cap_logits, mask_logits, pad_logits, weigh
+from kvcompress.kernels.jit.call import stored_names
+from kvcompress.kernels.jit.compile import Parameters
+from kvcompress.kernels.jit.rows import ROW, TILE, TOGETHER, in_fours
+from kvcompress.kernels.jit.values import FLOAT, INT64, WIDTH, Value
 
 ROWS = 32  # of queries in one task
 SUMS, LOGITS, FOLDED = ROWS * ROW, 2 * ROWS * ROW, 3 * ROWS * ROW

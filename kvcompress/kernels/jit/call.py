@@ -27,16 +27,6 @@ def stored(name: str, tensor: torch.Tensor | None) -> dict[str, int]:
     }
 
 
-def gapless(tensor: torch.Tensor) -> bool:
-    """Whether all that [B, H, S, ...] holds for one row and head lies in one piece."""
-    size = 1
-    for length, stride in zip(tensor.shape[:1:-1], tensor.stride()[:1:-1], strict=True):
-        if length > 1 and stride != size:
-            return False
-        size *= length
-    return True
-
-
 def float_bits(number: float) -> int:
     """An fp32 number as a parameter."""
     return struct.unpack("i", struct.pack("f", number))[0]

@@ -1,32 +1,29 @@
-"""Attention of many queries with the column sums of its softmax: every lane is a query, keys come one after the other.
+"""Column sums of the attention of many queries: every lane is a query, keys come one after the other.
 
 The M = T·G queries of one KV head, all heads of a column before the next column, are taken in blocks of `LANES`. A
 block holds its logits over all keys that it may see, O(S), so that each weight is computed once and whole when its
 column is summed. A task is every `parts`-th block of one KV head, which has column sums of its own: what is added in
 which order does not depend on the threads.
 
-Scratch of one thread: queries and outputs as [D, LANES], a tile of keys or values as fp32, a few vectors, logits.
+Scratch of one thread: queries as [D, LANES], a few keys as fp32, a few vectors, logits.
 """
 
 from dataclasses import dataclass
 
-from kvcompress.kernels.cpu_call import stored_names
-from kvcompress.kernels.cpu_compile import Parameters
-from kvcompress.kernels.cpu_dense import ITEM
-from kvcompress.kernels.cpu_math import exp, tanh
-from kvcompress.kernels.cpu_rows import MOST_DIM, accumulate, load_stored, totals, zeros
-from kvcompress.kernels.cpu_softmax import LOWEST, MASKED
-from kvcompress.kernels.cpu_values import FLOAT, INT32, INT64, INTS, WIDTH, Value
+from kvcompress.kernels.attention.cpu_softmax import LOWEST, MASKED
+from kvcompress.kernels.jit.call import stored_names
+from kvcompress.kernels.jit.compile import Parameters
+from kvcompress.kernels.jit.math import exp, tanh
+from kvcompress.kernels.jit.rows import ITEM, MOST_DIM, load_stored, totals, zeros
+from kvcompress.kernels.jit.values import FLOAT, INT32, INT64, INTS, WIDTH, Value
 
 LANES = 2 * WIDTH
 LINE = 4 * LANES  # bytes of one number for each query
-TOGETHER = WIDTH // 2  # tokens, or channels, that share what is loaded
+TOGETHER = WIDTH // 2  # tokens that share what is loaded
 STEP = 16  # tokens; what a block may see is rounded up to it
-TILE = 128  # tokens whose values are weighed at one time
 
-QUERIES, OUTPUTS = 0, MOST_DIM * LINE
-WIDENED = 2 * MOST_DIM * LINE
-LIMITS = WIDENED + TILE * MOST_DIM * 4
+QUERIES, WIDENED = 0, MOST_DIM * LINE
+LIMITS = WIDENED + TOGETHER * MOST_DIM * 4
 SINKS, SHARES = LIMITS + LINE, LIMITS + 2 * LINE
 LOGITS = LIMITS + 3 * LINE
 
@@ -36,7 +33,6 @@ PARAMETERS = [
     "scratch",
     "scratch_bytes",  # of one thread
     "query",  # fp32 [B, H, G, T, D]
-    "out",  # fp32 [B, H, G, T, D]
     "sums",  # fp32 [B, H, parts, S rounded up], zeros at first
     "sums_line",  # bytes of S rounded up
     "sinks",  # fp32 [H, G]
@@ -50,7 +46,7 @@ PARAMETERS = [
     "last",  # S - 1
     "scaling",
     "softcap",  # or 0
-    *stored_names("keys", "values"),
+    *stored_names("keys"),
 ]
 
 
@@ -92,10 +88,10 @@ def prepare(block: Block) -> Value:
     return lane.carried[0]
 
 
-def widened(block: Block, name: str, token: Value, count: int | Value) -> tuple[Value, Value]:
-    """Address and stride of fp32 rows of `count` keys or values from `token` on, the last slot repeated beyond it."""
+def widened(block: Block, token: Value, count: int) -> tuple[Value, Value]:
+    """Address and stride of fp32 rows of `count` keys from `token` on, the last slot repeated beyond it."""
     p, code = block.p, block.p.code
-    place, stride = p.place(name, block.row, block.head), getattr(p, f"{name}_third")
+    place, stride = p.place("keys", block.row, block.head), p.keys_third
     if block.dtype == "float32":
         return place, stride
     with code.loop(0, count) as each, code.loop(0, p.dim, WIDTH) as d:
@@ -109,7 +105,7 @@ def write_logits(block: Block, visible: Value) -> list[Value]:
     p, code, scratch = block.p, block.p.code, block.scratch
     limits = [code.load(scratch + (LIMITS + half * 4 * WIDTH), INTS) for half in range(2)]
     with code.loop(0, visible, TOGETHER, carried=[code.floats(LOWEST)] * 2) as token:
-        keys, stride = widened(block, "keys", token.index, TOGETHER)
+        keys, stride = widened(block, token.index, TOGETHER)
         if block.dtype == "float32":
             each = [keys + (token.index + at).at_most(p.last) * stride for at in range(TOGETHER)]
         else:
@@ -175,39 +171,7 @@ def add_columns(block: Block, sums: Value, visible: Value, shares: list[Value]) 
         code.store(at, code.load(at) + totals(columns))
 
 
-def write_outputs(block: Block, visible: Value, shares: list[Value]) -> None:
-    """The weighted sums of the values, as [D, LANES] first and then to their places."""
-    p, code, scratch = block.p, block.p.code, block.scratch
-    with code.loop(0, p.dim) as d:
-        for half in range(2):
-            code.store(scratch + d.index * LINE + (OUTPUTS + half * 4 * WIDTH), code.floats(0.0))
-    with code.loop(0, visible, TILE) as tile:
-        tokens = (visible - tile.index).at_most(TILE)
-        values, stride = widened(block, "values", tile.index, tokens)
-        if block.dtype == "float32":
-            values = values + tile.index * stride
-            tokens = (p.last + 1 - tile.index).at_most(tokens)
-        with code.loop(0, p.dim, TOGETHER) as d:
-            place = scratch + d.index * LINE + OUTPUTS
-            old = [code.load(place + 4 * WIDTH * number) for number in range(2 * TOGETHER)]
-            with code.loop(0, tokens, carried=old) as token:
-                weights = scratch + (tile.index + token.index) * LINE + LOGITS
-                pair = [code.load(weights), code.load(weights + 4 * WIDTH)]
-                token.carried = accumulate(token.carried, values + token.index * stride + d.index * 4, pair, stride=4)
-            for number, value in enumerate(token.carried):
-                code.store(place + 4 * WIDTH * number, value)
-    with code.loop(0, p.dim) as d:
-        for half, share in enumerate(shares):
-            place = scratch + d.index * LINE + (OUTPUTS + half * 4 * WIDTH)
-            code.store(place, code.load(place) * share)
-    with code.loop(0, (p.columns * p.groups - block.first).at_most(LANES)) as lane:
-        target = p.out + block.source(lane.index) * p.dim * 4
-        with code.loop(0, p.dim) as d:
-            number = code.load(scratch + d.index * LINE + lane.index * 4 + OUTPUTS, FLOAT)
-            code.store(target + d.index * 4, number)
-
-
-def attend_block(block: Block, sums: Value, with_output: bool) -> None:
+def add_block(block: Block, sums: Value) -> None:
     """All of one block."""
     p, code, scratch = block.p, block.p.code, block.scratch
     visible = (prepare(block) + (STEP - 1)) // STEP * STEP
@@ -220,20 +184,18 @@ def attend_block(block: Block, sums: Value, with_output: bool) -> None:
         for place, top in zip(places, cap_logits(block, visible), strict=True):
             code.store(place, top)
     shares = weigh(block, visible, [code.load(place) for place in places])
-    if with_output:
-        write_outputs(block, visible, shares)
     add_columns(block, sums, visible, shares)
 
 
-def attend(p: Parameters, dtype: str, with_output: bool) -> None:
-    """The kernel of every thread, for keys and values stored as `dtype`; without output only the sums are made."""
+def add_up(p: Parameters, dtype: str) -> None:
+    """The kernel of every thread, for keys stored as `dtype`."""
     code = p.code
     scratch = p.scratch + code.take_number(p.next_task + 8) * p.scratch_bytes
     with code.tasks(p.next_task, p.tasks) as task:
         part, head, row = task % p.parts, task // p.parts % p.heads, task // p.parts // p.heads
         with code.loop(part, p.blocks, p.parts) as each:
             block = Block(p, row, head, each.index * LANES, scratch, dtype)
-            attend_block(block, p.sums + task * p.sums_line, with_output)
+            add_block(block, p.sums + task * p.sums_line)
 
 
 def scratch_bytes(slots: int) -> int:

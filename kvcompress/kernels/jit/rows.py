@@ -5,13 +5,14 @@ Rows of fp32 scratch lie `ROW` bytes apart unless a stride is given.
 
 from collections.abc import Callable, Sequence
 
-from kvcompress.kernels.cpu_code import Code
-from kvcompress.kernels.cpu_values import FLOAT, FLOATS, HALVES, INTS, SHORTS, WIDTH, Value
+from kvcompress.kernels.jit.code import Code
+from kvcompress.kernels.jit.values import FLOAT, FLOATS, HALVES, INTS, SHORTS, WIDTH, Value
 
 TILE = 256  # tokens whose logits exist at one time; no head dim is larger either
 ROW = 4 * TILE
 MOST_DIM = TILE
 DIM_STEP = 16  # head dims are multiples of it, whatever the width of a vector
+ITEM = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a stored number
 TOGETHER = 4  # rows that share what is loaded: with two vectors each they and it fit into 16 registers
 
 

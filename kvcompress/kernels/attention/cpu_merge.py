@@ -1,10 +1,10 @@
 """The second half of decode attention: the output of what the parts left, by their log-sum-exp, and column sums."""
 
-from kvcompress.kernels.cpu_compile import Parameters
-from kvcompress.kernels.cpu_decode import ROWS
-from kvcompress.kernels.cpu_math import exp
-from kvcompress.kernels.cpu_softmax import LOWEST
-from kvcompress.kernels.cpu_values import FLOAT, INT32, INT64, WIDTH
+from kvcompress.kernels.attention.cpu_decode import ROWS
+from kvcompress.kernels.attention.cpu_softmax import LOWEST
+from kvcompress.kernels.jit.compile import Parameters
+from kvcompress.kernels.jit.math import exp
+from kvcompress.kernels.jit.values import FLOAT, INT32, INT64, WIDTH
 
 
 def merge(p: Parameters) -> None:

@@ -1,6 +1,6 @@
 """Quantises keys or values and writes their codes, scales and minima, in one pass over them (see `layout.py`).
 
-The codes are those of `reference.quantise` to the bit: the same divisions and the same rounding, in the same order.
+The codes are those of `naive.quantise` to the bit: the same divisions and the same rounding, in the same order.
 """
 
 from functools import cache, partial
@@ -8,14 +8,13 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from kvcompress.kernels.cpu_call import DTYPES, Call, gapless, stored, stored_names
-from kvcompress.kernels.cpu_compile import Parameters, compile_kernel
-from kvcompress.kernels.cpu_dense import ITEM
-from kvcompress.kernels.cpu_math import TO_INTEGER
-from kvcompress.kernels.cpu_rows import DIM_STEP, load_stored, totals
-from kvcompress.kernels.cpu_threads import Kernel
-from kvcompress.kernels.cpu_values import HALF, HALVES, INTS, SHORTS, WIDTH, Value
-from kvcompress.kernels.layout import LANES, PackedKeys, PackedValues, codes_per_word
+from kvcompress.kernels.jit.call import DTYPES, Call, stored, stored_names
+from kvcompress.kernels.jit.compile import Parameters, compile_kernel
+from kvcompress.kernels.jit.math import TO_INTEGER
+from kvcompress.kernels.jit.rows import DIM_STEP, ITEM, load_stored, totals
+from kvcompress.kernels.jit.threads import Kernel
+from kvcompress.kernels.jit.values import HALF, HALVES, INTS, SHORTS, WIDTH, Value
+from kvcompress.kernels.layout import LANES, PackedKeys, PackedValues, codes_per_word, gapless
 
 LITTLE = 1 << 14  # numbers that one thread has packed before another has woken
 
@@ -120,7 +119,7 @@ def pack_kernel(kind: str, bits: int, dtype: torch.dtype) -> Kernel:
 
 
 def quantise_and_pack(x: Tensor, into: PackedKeys | PackedValues, offset: int) -> bool:
-    """See `kvcompress.kernels.quantise_and_pack`."""
+    """See `kvcompress.kernels.choose.quantise_and_pack`."""
     batch, heads, tokens, dim = x.shape
     keys = isinstance(into, PackedKeys)
     aligned = (into.group_size % LANES or offset % into.group_size or tokens % into.group_size) == 0

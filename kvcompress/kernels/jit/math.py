@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.polynomial import Chebyshev, Polynomial
 
-from kvcompress.kernels.cpu_values import FLOATS, INTS, Value
+from kvcompress.kernels.jit.values import FLOATS, INTS, Value
 
 LN2 = float(np.log(2))
 # Of expm1(x) / x where |x| <= ln(2) / 2; the error is below 1e-8.

@@ -1,6 +1,6 @@
 """Quantises keys or values and writes their codes, scales and minima on a GPU, in one pass, in Triton.
 
-The codes are those of `reference.quantise`: the same divisions, rounded as IEEE says, in the same order. Shapes in the
+The codes are those of `naive.quantise`: the same divisions, rounded as IEEE says, in the same order. Shapes in the
 kernels are powers of two: DIM holds the head dim.
 """
 
@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvcompress.kernels.cuda_decode import LANES, gapless
-from kvcompress.kernels.layout import PackedKeys, PackedValues, codes_per_word
+from kvcompress.kernels.attention.triton import LANES
+from kvcompress.kernels.layout import PackedKeys, PackedValues, codes_per_word, gapless
 
 TO_INTEGER = tl.constexpr(12582912.0)  # 1.5 * 2^23: added and taken away again, it rounds half to even
 
@@ -115,7 +115,7 @@ def pack_values(
 
 
 def quantise_and_pack(x: Tensor, into: PackedKeys | PackedValues, offset: int) -> bool:
-    """See `kvcompress.kernels.quantise_and_pack`."""
+    """See `kvcompress.kernels.choose.quantise_and_pack`."""
     batch, heads, tokens, dim = x.shape
     group, bits, known = into.group_size, into.bits, (torch.float32, torch.bfloat16, torch.float16)
     whole_words = x.dtype in known and x.stride(-1) == 1 and dim % codes_per_word(bits) == 0

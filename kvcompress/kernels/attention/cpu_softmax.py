@@ -1,8 +1,8 @@
 """Softcap, mask and online softmax of one tile of logits, rows of `ROW` bytes."""
 
-from kvcompress.kernels.cpu_math import exp, tanh
-from kvcompress.kernels.cpu_rows import ROW
-from kvcompress.kernels.cpu_values import BYTE, BYTES, FLOAT, INT32, WIDTH, Value
+from kvcompress.kernels.jit.math import exp, tanh
+from kvcompress.kernels.jit.rows import ROW
+from kvcompress.kernels.jit.values import BYTE, BYTES, FLOAT, INT32, WIDTH, Value
 
 MASKED = -1e30  # a logit that gets no weight
 LOWEST = -1e29  # no real logit is below

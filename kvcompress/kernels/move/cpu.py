@@ -6,10 +6,11 @@ from math import prod
 import torch
 from torch import Tensor
 
-from kvcompress.kernels.cpu_call import Call, gapless, stored, stored_names
-from kvcompress.kernels.cpu_compile import Parameters, compile_kernel
-from kvcompress.kernels.cpu_threads import Kernel
-from kvcompress.kernels.cpu_values import INT32, INT64
+from kvcompress.kernels.jit.call import Call, stored, stored_names
+from kvcompress.kernels.jit.compile import Parameters, compile_kernel
+from kvcompress.kernels.jit.threads import Kernel
+from kvcompress.kernels.jit.values import INT32, INT64
+from kvcompress.kernels.layout import gapless
 
 LITTLE = 1 << 16  # bytes that one thread has moved before another has woken
 
@@ -47,7 +48,7 @@ def evict_kernel() -> Kernel:
 
 
 def evict_in_place(slots: Tensor, index: Tensor, first: int) -> bool:
-    """See `kvcompress.kernels.evict_in_place`."""
+    """See `kvcompress.kernels.choose.evict_in_place`."""
     batch, heads, kept = slots.shape[0], slots.shape[1], index.shape[2]
     if not gapless(slots) or index.dtype != torch.int64 or index.stride(2) != 1 or index.device != slots.device:
         return False

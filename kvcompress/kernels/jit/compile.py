@@ -11,9 +11,9 @@ import numba
 from numba import types
 from numba.extending import intrinsic
 
-from kvcompress.kernels.cpu_code import Code
-from kvcompress.kernels.cpu_threads import Kernel
-from kvcompress.kernels.cpu_values import FLOAT, INT64, WIDTH, Value
+from kvcompress.kernels.jit.code import Code
+from kvcompress.kernels.jit.threads import Kernel
+from kvcompress.kernels.jit.values import FLOAT, INT64, WIDTH, Value
 
 Written = Callable[["Parameters"], None]
 _kernels: dict[str, tuple[Written, Sequence[str]]] = {}
@@ -34,7 +34,7 @@ class Parameters:
         return self.code.load(self._address + 8 * self._names[name], FLOAT)
 
     def place(self, name: str, row: Value, head: Value) -> Value:
-        """Where the slots of one row and head begin, for what `stored` (in `cpu_call.py`) put there."""
+        """Where the slots of one row and head begin, for what `stored` (in `call.py`) put there."""
         return getattr(self, name) + row * getattr(self, f"{name}_row") + head * getattr(self, f"{name}_head")
 
 
@@ -42,7 +42,7 @@ class Parameters:
 def sources() -> str:
     """A hash of the code of all kernels, so that none is found on disk that another version compiled."""
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("cpu*.py")):
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from kvcompress.kernels.cpu_values import BYTE, FLOAT, FLOATS, INT32, INT64, INTS, WIDTH, Number, Value, item_size
+from kvcompress.kernels.jit.values import BYTE, FLOAT, FLOATS, INT32, INT64, INTS, WIDTH, Number, Value, item_size
 
 
 @dataclass

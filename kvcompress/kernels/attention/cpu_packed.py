@@ -8,8 +8,8 @@ weight carries the inverse. Addresses and strides are in bytes, D is the head di
 
 from llvmlite import ir
 
-from kvcompress.kernels.cpu_code import Code
-from kvcompress.kernels.cpu_rows import (
+from kvcompress.kernels.jit.code import Code
+from kvcompress.kernels.jit.rows import (
     ROW,
     accumulate,
     add_to_rows,
@@ -20,7 +20,7 @@ from kvcompress.kernels.cpu_rows import (
     store_totals,
     zeros,
 )
-from kvcompress.kernels.cpu_values import FLOATS, HALF, HALVES, INT16, INTS, SHORTS, WIDTH, Value
+from kvcompress.kernels.jit.values import FLOATS, HALF, HALVES, INT16, INTS, SHORTS, WIDTH, Value
 from kvcompress.kernels.layout import LANES, codes_per_word
 
 EXPONENT = 0x4B000000  # the bits of 2^23 as fp32; an integer in the lowest bits is added to it

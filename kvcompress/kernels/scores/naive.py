@@ -1,0 +1,18 @@
+"""What methods score tokens by, in plain torch: the truth that the fast kernels are tested against."""
+
+from torch import Tensor
+
+from kvcompress.kernels.attention.naive import Allowed, Stored, add_columns, blocks_of_weights
+from kvcompress.kernels.softmax import Softmax
+
+
+def column_sums(query: Tensor, stored: Stored, allowed: Allowed, softmax: Softmax) -> Tensor:
+    """The sum over queries of each key's softmax column, averaged over the G query heads: fp32 [B, H, S].
+
+    `query` is [B, H, G, T, D]; `allowed` says which of the S slots each of the T columns may see.
+    """
+    sums = None
+    for weights in blocks_of_weights(query, stored, allowed, softmax):
+        sums = add_columns(sums, weights)
+    assert sums is not None
+    return sums
