@@ -100,22 +100,21 @@ def _check_packed(state: StoreState, tensors: Mapping[str, Tensor], method: Meth
             raise Mismatch(f"row {row} has {key_count} packed keys, no multiple of the group size {options.group_size}")
         if front + packed > length:
             raise Mismatch(f"row {row} has {front} + {packed} tokens packed or apart, more than its {length} slots")
-    keys, values = (_tensor(tensors, f"tail.{name}", (rows, None, None, None)) for name in ("keys", "values"))
-    heads = keys.shape[1]
-    names = {"tail.keys", "tail.values"}
-    for tail, name, counts in ((keys, "keys", state.packed_keys), (values, "values", state.packed_values)):
-        left = max(
-            length - front - count for length, front, count in zip(state.lengths, state.fronts, counts, strict=True)
-        )
-        dim = tail.shape[3]
-        _tensor(tensors, f"tail.{name}", (rows, heads, left, dim))
-        if any(state.fronts):
+    names: set[str] = set()
+    for name, counts in (("keys", state.packed_keys), ("values", state.packed_values)):
+        stored = zip(state.lengths, state.fronts, counts, strict=True)
+        left = max(length - front - count for length, front, count in stored)  # 0 where a residual has just been packed
+        tail = _tensor(tensors, f"tail.{name}", (rows, None, left, None))
+        names |= {f"tail.{name}"}
+        heads, dim = tail.shape[1], tail.shape[3]
+        if any(state.fronts) or f"front.{name}" in tensors:
             _tensor(tensors, f"front.{name}", (rows, heads, options.front, dim))
             names |= {f"front.{name}"}
         if any(counts) or f"{name}.words" in tensors:
             _check_codes(tensors, name, (rows, heads, max(counts), dim), options)
             names |= {f"{name}.{part}" for part in ("words", "scale", "minimum")}
-    return keys, names
+    _require("heads of the values", tensors["tail.values"].shape[1], tensors["tail.keys"].shape[1])
+    return tensors["tail.keys"], names
 
 
 def _check_codes(
