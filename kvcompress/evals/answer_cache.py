@@ -5,19 +5,19 @@ lm-eval's own key is a hash of the request alone, so it would hand the answers o
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from lm_eval.api.model import CacheHook, hash_args
 
 
 class AnswerKeys:
-    """Keys that begin with what the answers depend on. Requests that were cut at a question have none.
+    """Keys that begin with what the answers depend on when they are asked for. Requests cut at a question have none.
 
     The query-aware and the query-agnostic form of a task make the same requests, only their documents differ.
     """
 
-    def __init__(self, depends_on: str) -> None:
+    def __init__(self, depends_on: Callable[[], str]) -> None:
         self.depends_on = depends_on
         self.cut: set[str] = set()
 
@@ -32,4 +32,4 @@ class AnswerKeys:
 
     def key(self, request_hash: str) -> str | None:
         """The key of a request; None becomes SQL's NULL, which equals nothing and so is never found."""
-        return None if request_hash in self.cut else f"{self.depends_on}/{request_hash}"
+        return None if request_hash in self.cut else f"{self.depends_on()}/{request_hash}"

@@ -101,11 +101,11 @@ def _empty_result(lm: CompressedLM, name: str, task: Task, settings: Settings, m
         settings={**asdict(settings), "max_length": lm.max_length},
         query_aware=aware.pop() if len(aware) == 1 else None,
     )
-    same = ("fingerprint", "task", "task_version", "method", "num_fewshot", "limit", "seed", "data_hash")
+    same = ("task", "task_version", "num_fewshot", "limit", "seed", "data_hash")
     relevant = {part: getattr(result, part) for part in same}
-    own = {"prefill_chunk": settings.prefill_chunk, "max_length": lm.max_length}
-    own |= {"chat": settings.apply_chat_template, "turns": settings.fewshot_as_multiturn}
-    result.key = digest([relevant, own, result.versions["kvcompress"], result.versions["lm_eval"]])
+    relevant |= {"chat": settings.apply_chat_template, "turns": settings.fewshot_as_multiturn}
+    relevant |= {"examples": [dict(document) for document in task.fewshot_docs()] if shots else []}
+    result.key = digest([lm.answers_fingerprint(), relevant, result.versions["kvcompress"], result.versions["lm_eval"]])
     return result
 
 

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -24,10 +25,12 @@ from tqdm import tqdm
 
 from kvcompress.evals.answer_cache import AnswerKeys
 from kvcompress.evals.arguments import model_folder, split_list, with_positions
+from kvcompress.evals.fingerprint import answers_fingerprint, tokenizer_fingerprint
 from kvcompress.evals.generate import split_prompt
 from kvcompress.evals.generation import generate_behind
 from kvcompress.evals.likelihood import Continuation, Likelihood, score
 from kvcompress.evals.requests import continuation_of, tokens_behind_cut, windows_of
+from kvcompress.evals.results import all_versions
 from kvcompress.evals.stored import StoredKV
 from kvcompress.measure.record import digest
 from kvcompress.methods.base import Method, PositionMode
@@ -92,6 +95,7 @@ class CompressedLM(HFLM):
         self.truncated = 0
         self._pass = GeneratePass(1)
         self._largest_batch: int | None = None
+        self._options = options
         self._keys: AnswerKeys | None = None
 
     @classmethod
@@ -115,9 +119,18 @@ class CompressedLM(HFLM):
     def set_cache_hook(self, cache_hook: CacheHook) -> None:
         """Takes lm-eval's answer cache, with keys of its own for this model and method."""
         super().set_cache_hook(cache_hook)
-        settings = [str(self.method), self.prefill_chunk, self.max_length, self.add_bos_token, self.prefix_token_id]
-        self._keys = AnswerKeys(digest([self.wrapped.identity, *map(str, settings)]))
+        versions = all_versions()
+        self._keys = AnswerKeys(lambda: digest([self.answers_fingerprint(), versions]))
         self._keys.use_in(cache_hook)
+
+    def answers_fingerprint(self) -> str:
+        """A digest of all that the answers depend on beside the requests."""
+        return answers_fingerprint(self, self._options)
+
+    @cached_property
+    def tokenizer_fingerprint(self) -> str:
+        """A digest of the tokenizer."""
+        return tokenizer_fingerprint(self.tokenizer)
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Log-likelihood of each continuation behind its compressed context, and whether it is the greedy one.
