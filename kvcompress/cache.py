@@ -65,6 +65,7 @@ class CompressedCache(Cache):
         self.turned_back: list[int] = []
         self.prefill_until: int | None = None
         self._call: Call | None = None
+        self._cut_off = False  # whether a prompt failed when a part of it was fed
         self.reused_tokens = 0  # of each row, what a prefix cache served
         self.recorder: Reuse | None = None
         self._fitting: tuple[Any, int] | None = None  # what was last asked of tokens_within, and the answer
@@ -154,14 +155,22 @@ class CompressedCache(Cache):
 
     @contextmanager
     def prefilling(self, counts: list[int], columns: int) -> Iterator[None]:
-        """The same while a prompt is fed. If it is refused before anything was fed, the cache is as it was."""
-        before, fed = (self.prefill_until, self.prompt_lengths), self.columns
+        """The same while a prompt is fed. If that fails, the cache is as it was; with a part fed it goes no further.
+
+        What the method acted on between two parts cannot be put back.
+        """
+        before = self.prefill_until, self.prompt_lengths, [layer.recent for layer in self.layers]
+        calls = self.calls
         self.expect_prefill(counts, columns)
         try:
             yield
         except BaseException:
-            if self.columns == fed and self._call is None:
-                self.prefill_until, self.prompt_lengths = before
+            if self.calls == calls and self._call is None:
+                self.prefill_until, self.prompt_lengths, recent = before
+                for layer, queries in zip(self.layers, recent, strict=True):
+                    layer.recent = queries
+            else:
+                self._cut_off = True
             raise
 
     def check_rows(self, rows: int) -> None:
@@ -171,20 +180,27 @@ class CompressedCache(Cache):
                 f"this cache holds {self.rows} rows, but the call has {rows}; use cache.fork(n) or a new cache"
             )
 
+    def check_whole(self) -> None:
+        """Raises CacheError for a cache that a failure has left with a part of a call or of a prompt."""
+        if self._call is not None:
+            failed = "the last forward pass over this cache failed midway, so its layers disagree"
+        elif self._cut_off:
+            failed = f"the last prompt fed to this cache failed midway, after {self.columns} columns in all"
+        else:
+            return
+        raise CacheError(f"{failed}; go on from a fork made before it, or from a new cache")
+
     def begin_call(self, columns: int, counts: list[int]) -> None:
         """Begins a forward pass of `columns` columns, the last `counts[b]` of them tokens of row b."""
-        if self._call is not None:
-            raise CacheError(
-                "the last forward pass over this cache failed midway, so its layers disagree; "
-                "go on from a fork made before it, or from a new cache"
-            )
+        self.check_whole()
         self.check_rows(len(counts))
         if not self.seen_tokens:
             self._start(len(counts))
         if self.columns == 0 and self.prefill_until is None:
             self.expect_prefill(counts, columns)
         prefill = self.prefill_until is not None
-        ends = self.prefill_until is not None and self.columns + columns >= self.prefill_until
+        after = [seen + new for seen, new in zip(self.seen_tokens, counts, strict=True)]
+        ends = prefill and after == self.prompt_lengths
         self._call = Call(columns, counts, prefill, ends)
 
     def _start(self, rows: int) -> None:
@@ -199,7 +215,8 @@ class CompressedCache(Cache):
         self.calls += 1
         self.seen_tokens = [seen + new for seen, new in zip(self.seen_tokens, call.counts, strict=True)]
         if call.ends_prefill:
-            self.prefill_until = None
+            assert self.prefill_until is not None
+            self.columns, self.prefill_until = self.prefill_until, None
         self._call = None
         if self.rotaries is not None:
             self._rebase()

@@ -91,12 +91,8 @@ class CacheLayer(CacheLayerMixin):
         window = self.cache.query_window if self.compresses and self.cache.call.prefill else 0
         if not window:
             return
-        counts = self.cache.call.counts
-        kept = query[..., -window:, :].clone()
-        if self.recent is not None:
-            kept = torch.cat([self.recent.queries, kept], 3)[..., -window:, :]
-            counts = [old + new for old, new in zip(self.recent.real, counts, strict=True)]
-        self.recent = RecentQueries(kept, [min(count, window) for count in counts], softmax)
+        new = RecentQueries(query[..., -window:, :].clone(), self.cache.call.counts, softmax)
+        self.recent = new.behind(self.recent, window)
 
     def compress(self) -> None:
         """Evicts and packs what the method lets go of after this call."""

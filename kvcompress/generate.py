@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +15,6 @@ from kvcompress.errors import WrapError
 from kvcompress.inputs import check_ids, check_past, new_columns, past_mask
 
 if TYPE_CHECKING:
-    from kvcompress.prefix.reuse import Reuse
     from kvcompress.wrapping import Wrapped
 
 
@@ -60,35 +59,40 @@ def prepare_cache(
 def prefill(
     wrapped: Wrapped, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Tells the cache where the prompt of `generate` ends, then runs the model's own prefill."""
+    """Stands in for the model's own: feeds the prompt of `generate` to the cache, which knows where it ends."""
     cache = model_kwargs.get(wrapped.cache_name)
-    prompt: AbstractContextManager[Reuse | None] = nullcontext()
-    further: list[tuple[Tensor, Tensor]] | None = None
-    if isinstance(cache, CompressedCache):
-        mask = model_kwargs.get("attention_mask")
-        embeds = model_kwargs.get("inputs_embeds")
-        columns = input_ids.shape[1] if embeds is None or cache.columns else embeds.shape[1]
-        if cache.columns and mask_width(mask, generation_config) == input_ids.shape[1]:
-            columns -= cache.columns
-        if columns < 1:
-            raise WrapError(f"the cache has seen {cache.columns} columns already; give generate at least one new token")
-        if input_ids.numel():
-            check_ids(input_ids, wrapped.vocabulary)
-        generation_config.prefill_chunk_size = wrapped.chunk(generation_config.prefill_chunk_size, columns)
-        counts, chunk = new_columns(mask, input_ids.shape[0], columns), generation_config.prefill_chunk_size
-        # Whatever else the model is given may change the KV of the same ids.
-        others = set(model_kwargs) - {"attention_mask", "position_ids", wrapped.cache_name}
-        alone = chunk is None and not any(isinstance(model_kwargs[name], Tensor) for name in others)
-        prompt = wrapped.prompt(cache, counts, columns, input_ids if alone else None, chunk)
-        if cache.columns and chunk is not None:
-            # transformers 5.17 cuts the mask and positions of a further turn's chunks at the wrong columns.
-            new = input_ids[:, -columns:]
-            padding = torch.ones_like(new) if mask is None else mask[:, -columns:]
-            further = list(zip(new.split(chunk, 1), padding.split(chunk, 1), strict=True))
-    own: Any = type(wrapped.model)
-    with prompt as reuse:
-        for part in reuse.parts[:-1] if reuse is not None else ():
-            wrapped(input_ids[:, part], cache, **wrapped.last_logits)
-        if further is not None:
-            return [wrapped(new, cache, padding, **wrapped.last_logits) for new, padding in further][-1]
-        return own._prefill(wrapped.model, input_ids, generation_config, model_kwargs, *args, **kwargs)
+    of_class: Any = type(wrapped.model)
+    own = partial(of_class._prefill, wrapped.model, input_ids, generation_config, model_kwargs)
+    if not isinstance(cache, CompressedCache):
+        return own(*args, **kwargs)
+    mask, embeds = model_kwargs.get("attention_mask"), model_kwargs.get("inputs_embeds")
+    columns = input_ids.shape[1] if embeds is None or cache.columns else embeds.shape[1]
+    if cache.columns and mask_width(mask, generation_config) == input_ids.shape[1]:
+        columns -= cache.columns
+    if columns < 1:
+        raise WrapError(f"the cache has seen {cache.columns} columns already; give generate at least one new token")
+    if input_ids.numel():
+        check_ids(input_ids, wrapped.vocabulary)
+    counts, chunk = new_columns(mask, input_ids.shape[0], columns), generation_config.prefill_chunk_size
+    generation_config.prefill_chunk_size = None  # chunks are ours: they count each row's own tokens
+    # Whatever else the model is given may change the KV of the same ids.
+    others = {name: model_kwargs[name] for name in model_kwargs.keys() - {"attention_mask", "position_ids"}}
+    alone = chunk is None and not any(isinstance(value, Tensor) for value in others.values())
+    source = {"input_ids": input_ids[:, -columns:]} if embeds is None or cache.columns else {"inputs_embeds": embeds}
+    with wrapped.prompt(cache, counts, columns, input_ids if alone else None, chunk) as reuse:
+        if reuse is not None:
+            for part in reuse.parts[:-1]:
+                wrapped(input_ids[:, part], cache, **wrapped.last_logits)
+            return own(*args, **kwargs)
+        output = None
+        for part in wrapped.parts(cache, counts, columns, chunk):
+            if part.counts == counts:
+                return own(*args, **kwargs)
+            inputs = {
+                name: part.take(value)
+                if isinstance(value, Tensor) and value.shape[:2] == (len(counts), columns)
+                else value
+                for name, value in {**others, **source}.items()
+            }
+            output = wrapped.model(**inputs, attention_mask=part.mask(input_ids.device))
+        return output

@@ -120,8 +120,7 @@ def load_cache(path: str | os.PathLike[str], model: PreTrainedModel) -> Compress
 
 
 def _check_savable(cache: CompressedCache) -> None:
-    if cache._call is not None:
-        raise CacheError("the last forward pass over this cache failed midway, so it cannot be saved; save a fork")
+    cache.check_whole()
     if not cache.columns:
         raise CacheError("this cache has seen nothing yet, so there is nothing to save; feed it a prompt first")
     if cache.prefill_until is not None:

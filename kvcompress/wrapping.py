@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from types import TracebackType
@@ -32,6 +32,7 @@ from kvcompress.inputs import (
 from kvcompress.methods.base import Method
 from kvcompress.methods.exact import Exact
 from kvcompress.models import weights_fingerprint
+from kvcompress.prompt import Part, check_chunk, chunk_sizes, parts, stays_in_range
 from kvcompress.rope import Rotary, rotaries
 from kvcompress.text_form import parse
 
@@ -158,7 +159,7 @@ class Wrapped:
         cache: CompressedCache | None = None,
         chunk: int | None = None,
     ) -> Any:
-        """Feeds a whole prompt [B, T], `chunk` columns at a time, and lets the method compress when it ends.
+        """Feeds a whole prompt [B, T], `chunk` tokens of each row at a time, and lets the method compress when it ends.
 
         A method that acts on every call evicts or packs after each chunk, so that the peak is a chunk and what the
         method keeps; one that acts when prefill ends keeps the exact KV until then.
@@ -171,14 +172,14 @@ class Wrapped:
         check_ids(ids, self.vocabulary)
         counts = new_columns(attention_mask, *ids.shape)
         check_past(attention_mask, cache, ids.shape[1])
-        chunk = self.chunk(chunk, ids.shape[1])
-        mask = None if attention_mask is None else attention_mask[:, attention_mask.shape[1] - ids.shape[1] :]
         output = None
         with self.prompt(cache, counts, ids.shape[1], ids, chunk) as reuse:
-            step = chunk or ids.shape[1]
-            parts = [slice(start, start + step) for start in range(0, ids.shape[1], step)]
-            for part in parts if reuse is None else reuse.parts:
-                output = self(ids[:, part], cache, None if mask is None else mask[:, part], **self.last_logits)
+            if reuse is not None:
+                for part in reuse.parts:
+                    output = self(ids[:, part], cache, **self.last_logits)
+            else:
+                for part in self.parts(cache, counts, ids.shape[1], chunk):
+                    output = self(part.take(ids), cache, part.mask(ids.device), **self.last_logits)
         assert output is not None
         output.logits = output.logits[:, -1:]
         return output
@@ -197,17 +198,6 @@ class Wrapped:
         if not self._undo:
             raise WrapError("the model is not wrapped here; use `with wrap(model, method) as wrapped:`")
 
-    def chunk(self, chunk: int | None, columns: int) -> int | None:
-        """The chunk asked for, or the one that keeps a prompt past the trained length in range."""
-        if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
-            raise WrapError(f"chunk must be an integer of at least 1, got {chunk!r}")
-        trained = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        evicting = self.method.evicting
-        moves = evicting is not None and evicting.acts == "every_call" and self.method.position_mode == "cache"
-        if chunk is None and moves and trained and columns > trained:
-            return max(1, min(1024, trained // 4))
-        return chunk
-
     def prompt(
         self, cache: CompressedCache, counts: list[int], columns: int, ids: Tensor | None, chunk: int | None
     ) -> AbstractContextManager[Reuse | None]:
@@ -216,15 +206,29 @@ class Wrapped:
         Gives what of it a prefix cache serves, if there is one and the prompt can run over it.
         """
         self.check(cache)
+        check_chunk(chunk)
         if not all(counts):
             raise WrapError(f"row {counts.index(0)} of the batch is all padding; give each row at least one token")
         cache.check_rows(len(counts))
-        reuse = None if self.prefix_cache is None or ids is None else self.prefix_cache.begin(cache, ids, counts, chunk)
+        cut = stays_in_range(cache.method) and self.trained is not None and columns > self.trained
+        reuse = None
+        if self.prefix_cache is not None and ids is not None and not cut:
+            reuse = self.prefix_cache.begin(cache, ids, counts, chunk)
         return cache.prefilling(counts, columns) if reuse is None else reuse
+
+    def parts(self, cache: CompressedCache, counts: list[int], columns: int, chunk: int | None) -> Iterator[Part]:
+        """The calls of the prompt that `cache` expects: `chunk` tokens of each row at a time, or as many as can be."""
+        asked = None if chunk is None else [chunk] * len(counts)
+        return parts(counts, columns, lambda: asked or chunk_sizes(cache, counts, self.trained))
 
     def _refuse_wrapped(self) -> None:
         if getattr(self.model, "_kvcompress_wrapped", None) is not None:
             raise WrapError("this model is wrapped already; leave the first `with wrap(...)` block before the next")
+
+    @property
+    def trained(self) -> int | None:
+        """How many positions the model was trained on, if its configuration says."""
+        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
 
     @property
     def last_logits(self) -> dict[str, Any]:

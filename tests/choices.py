@@ -48,9 +48,7 @@ class Decisions:
 
     def fed(self, call: int, row: int) -> list[int]:
         """Positions of the tokens of a row that came with a call."""
-        start, stop = self.oracle.columns[call]
-        padding = self.oracle.padding[row]
-        return list(range(max(0, start - padding), max(0, stop - padding)))
+        return list(range(*self.oracle.spans[call][row]))
 
     def attention(self, layer: int, row: int, head: int, queries: list[int]) -> Vector:
         """Attention of the tokens at `queries`, averaged over the query heads of the group: [queries, positions]."""

@@ -41,6 +41,7 @@ class Call:
     """One forward over a cache: what went in, what the layers stored before it, and the logits that came out."""
 
     ids: Tensor  # [B, T]
+    counts: list[int]  # of row b the last so many columns are tokens
     kept: list[Tensor]  # [B, H, S] positions, of each layer
     packed: list[Packed | None]
     keys: list[Tensor] = field(default_factory=list)  # [B, H, T, D] of each layer, as they came into the cache
@@ -58,8 +59,10 @@ def recording(wrapped: Wrapped) -> Iterator[list[Call]]:
         cache = kwargs[wrapped.cache_name]
         layers = range(len(cache.layers))
         packed = [packings.setdefault(layer, Packing()).update(cache.layers[layer].store) for layer in layers]
-        ids = args[0] if args else kwargs["input_ids"]
-        calls.append(Call(ids, [cache.kept(layer) for layer in layers], packed))
+        ids, mask = args[0] if args else kwargs["input_ids"], kwargs.get("attention_mask")
+        columns = ids.shape[1]
+        counts = [columns] * len(ids) if mask is None else mask[:, mask.shape[1] - columns :].sum(-1).tolist()
+        calls.append(Call(ids, counts, [cache.kept(layer) for layer in layers], packed))
 
     def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         calls[-1].logits = output.logits
@@ -129,40 +132,38 @@ class Packing:
 class Oracle:
     """The plain model's answer: logits [B, N, V] and each layer's softmax [B, H, G, N, N] in float64.
 
-    `columns` are where each call begins and ends.
+    `spans[c][b]` are the positions at which call c begins and ends in row b, which has `padding[b]` columns of padding.
     """
 
     logits: Tensor
     probabilities: list[Tensor]
-    columns: list[tuple[int, int]]
+    spans: list[list[tuple[int, int]]]
     padding: list[int]
 
     def error(self, calls: list[Call]) -> float:
         """The largest difference to the calls' logits, as a share of the largest logit; padding apart."""
         worst = 0.0
-        for call, (_, stop) in zip(calls, self.columns, strict=True):
+        for call, spans in zip(calls, self.spans, strict=True):
             width = call.logits.shape[1]
-            for row, padding in enumerate(self.padding):
-                real = max(0, min(width, stop - padding))
+            for row, ((start, stop), padding) in enumerate(zip(spans, self.padding, strict=True)):
+                real = min(width, stop - start)
                 ours = call.logits[row, width - real :].double()
-                worst = max(worst, float((ours - self.logits[row, stop - real : stop]).abs().max()) if real else 0.0)
+                expected = self.logits[row, padding + stop - real : padding + stop]
+                worst = max(worst, float((ours - expected).abs().max()) if real else 0.0)
         return worst / float(self.logits.abs().max())
 
 
 @torch.no_grad()
-def oracle(
-    model: PreTrainedModel,
-    calls: list[Call],
-    padding: list[int] | None = None,
-    rotaries: list[Rotary | None] | None = None,
-) -> Oracle:
-    """Runs the unwrapped `model` over the ids of all `calls`, row b beginning with `padding[b]` columns of padding.
+def oracle(model: PreTrainedModel, calls: list[Call], rotaries: list[Rotary | None] | None = None) -> Oracle:
+    """Runs the unwrapped `model` over the tokens of all `calls`, each row's own at the right of one left-padded batch.
 
     With `rotaries` (positions="cache") every key is turned to its slot in what its call attended to.
     """
-    ids = torch.cat([call.ids for call in calls], 1)
-    rows, total = ids.shape
-    padding = padding or [0] * rows
+    rows = range(len(calls[0].ids))
+    texts = [torch.cat([call.ids[row, call.ids.shape[1] - call.counts[row] :] for call in calls]) for row in rows]
+    total = max(map(len, texts))
+    padding = [total - len(text) for text in texts]
+    ids = torch.stack([nn.functional.pad(text, (before, 0)) for text, before in zip(texts, padding, strict=True)])
     mask = (torch.arange(total) >= torch.tensor(padding)[:, None]).long()
     run = _Run(calls, padding, rotaries)
     before = {id(config): (config, config._attn_implementation_internal) for config in _configs(model)}
@@ -176,7 +177,7 @@ def oracle(
     finally:
         for config, implementation in before.values():
             config._attn_implementation_internal = implementation
-    return Oracle(logits.double(), run.probabilities, run.columns, padding)
+    return Oracle(logits.double(), run.probabilities, run.spans, padding)
 
 
 def _configs(model: PreTrainedModel) -> list[Any]:
@@ -190,8 +191,9 @@ def _full_mask(**arguments: Any) -> Tensor | None:
 class _Run:
     def __init__(self, calls: list[Call], padding: list[int], rotaries: list[Rotary | None] | None) -> None:
         self.calls, self.padding, self.rotaries = calls, padding, rotaries
-        ends = np.cumsum([call.ids.shape[1] for call in calls]).tolist()
-        self.columns = list(zip([0, *ends[:-1]], ends, strict=True))
+        ends = np.cumsum([call.counts for call in calls], axis=0).tolist()
+        starts = [[0] * len(padding), *ends[:-1]]
+        self.spans = [list(zip(*pair, strict=True)) for pair in zip(starts, ends, strict=True)]
         self.probabilities: list[Tensor] = []
 
     def attention(
@@ -214,34 +216,40 @@ class _Run:
         stored = _Stored(key, value, self.calls, layer, self.padding)
         weights = query.new_zeros(*query.shape[:4], key.shape[2])
         output = query.new_zeros(*query.shape[:4], value.shape[-1])
-        for call, (start, stop) in zip(self.calls, self.columns, strict=True):
-            allowed, slots = self._allowed(call.kept[layer], heads, start, stop, key.shape[2])
+        for call, spans in zip(self.calls, self.spans, strict=True):
+            allowed, slots = self._allowed(call.kept[layer], heads, spans, key.shape[2])
             stored.pack(call.packed[layer])
             keys, values = stored.keys, stored.values
             if self.rotaries is not None:
                 keys = self._at_slots(keys, slots, self.rotaries[layer])
-            logits = query[..., start:stop, :] @ keys[:, :, None].mT * scaling
-            if softcap is not None:
-                logits = softcap * (logits / softcap).tanh()
-            seen = allowed[:, :, None, None] & attention_mask[:, :, None, start:stop]
-            logits = logits.masked_fill(~seen, -torch.inf)
-            if s_aux is not None:
-                extra = s_aux.double().view(1, heads, -1, 1, 1).expand(*logits.shape[:4], 1)
-                logits = torch.cat([logits, extra], -1)
-            probabilities = logits.softmax(-1).nan_to_num(0)[..., : key.shape[2]]
-            weights[..., start:stop, :] = probabilities
-            output[..., start:stop, :] = probabilities @ values[:, :, None]
+            for row, ((first, last), padding) in enumerate(zip(spans, self.padding, strict=True)):
+                start, stop = first + padding, last + padding
+                logits = query[row, ..., start:stop, :] @ keys[row, :, None].mT * scaling
+                if softcap is not None:
+                    logits = softcap * (logits / softcap).tanh()
+                seen = (
+                    allowed[row, :, None, None]
+                    & attention_mask[row if len(attention_mask) > 1 else 0, :, None, start:stop]
+                )
+                logits = logits.masked_fill(~seen, -torch.inf)
+                if s_aux is not None:
+                    extra = s_aux.double().view(heads, -1, 1, 1).expand(*logits.shape[:3], 1)
+                    logits = torch.cat([logits, extra], -1)
+                probabilities = logits.softmax(-1).nan_to_num(0)[..., : key.shape[2]]
+                weights[row, ..., start:stop, :] = probabilities
+                output[row, ..., start:stop, :] = probabilities @ values[row, :, None]
         self.probabilities.append(weights)
         return output.flatten(1, 2).transpose(1, 2).to(dtype).contiguous(), None
 
-    def _allowed(self, kept: Tensor, heads: int, start: int, stop: int, total: int) -> tuple[Tensor, Tensor]:
+    def _allowed(self, kept: Tensor, heads: int, spans: list[tuple[int, int]], total: int) -> tuple[Tensor, Tensor]:
         """Which columns may be looked at in this call [B, H, N] (causality apart), and each one's slot."""
         allowed = torch.zeros(len(self.padding), heads, total, dtype=torch.bool)
         for row, padding in enumerate(self.padding):
             for head in range(heads if kept.numel() else 0):
                 columns = kept[row, head][kept[row, head] >= 0] + padding
                 allowed[row, head, columns] = True
-            allowed[row, :, max(start, padding) : stop] = True
+            start, stop = spans[row]
+            allowed[row, :, start + padding : stop + padding] = True
         return allowed, allowed.long().cumsum(-1) - 1
 
     def _at_slots(self, keys: Tensor, slots: Tensor, rotary: Rotary | None) -> Tensor:
@@ -262,21 +270,25 @@ class _Stored:
 
     def __init__(self, keys: Tensor, values: Tensor, calls: list[Call], layer: int, padding: list[int]) -> None:
         self.keys, self.values, self.padding = keys.clone(), values.clone(), padding
-        self.fed_keys = torch.cat([call.keys[layer] for call in calls], 2).float()
-        self.fed_values = torch.cat([call.values[layer] for call in calls], 2).float()
+        self.fed_keys = self._fed([(call.keys[layer], call.counts) for call in calls])
+        self.fed_values = self._fed([(call.values[layer], call.counts) for call in calls])
         self._groups = self._tokens = 0
+
+    def _fed(self, calls: list[tuple[Tensor, list[int]]]) -> list[Tensor]:
+        """Of each row [H, N, D] fp32 by position."""
+        rows = range(len(self.padding))
+        return [torch.cat([x[row, :, x.shape[2] - counts[row] :] for x, counts in calls], 1).float() for row in rows]
 
     def pack(self, packed: Packed | None) -> None:
         if packed is None:
             return
         for row, head, positions in packed.key_groups[self._groups :]:
-            columns = torch.tensor(positions) + self.padding[row]
-            self.keys[row, head, columns] = coded(self.fed_keys[row, head, columns].T, packed.bits).T
+            own = torch.tensor(positions)
+            self.keys[row, head, own + self.padding[row]] = coded(self.fed_keys[row][head, own].T, packed.bits).T
         size = min(packed.group_size, self.values.shape[-1])
         for row, head, position in packed.values[self._tokens :]:
-            column = position + self.padding[row]
-            groups = self.fed_values[row, head, column].unflatten(-1, (-1, size))
-            self.values[row, head, column] = coded(groups, packed.bits).flatten()
+            groups = self.fed_values[row][head, position].unflatten(-1, (-1, size))
+            self.values[row, head, position + self.padding[row]] = coded(groups, packed.bits).flatten()
         self._groups, self._tokens = len(packed.key_groups), len(packed.values)
 
 

@@ -123,7 +123,7 @@ def test_rebasing_positions_changes_no_distance(method: str, script: Script) -> 
         with kvc.wrap(MODEL, method) as wrapped, recording(wrapped) as calls:
             cache = wrapped.new_cache()
             script.play(wrapped, cache)
-    told = oracle(MODEL, calls, script.padding, rotaries(MODEL))
+    told = oracle(MODEL, calls, rotaries(MODEL))
     assert told.error(calls) < 1e-4
     check_kept(wrapped.method, script, calls, cache, told)
     lengths = cache.layers[0].store.lengths
@@ -225,7 +225,7 @@ def test_half_precision_is_stored_as_it_is_and_scored_in_single(method: str, dty
         cache = wrapped.new_cache()
         Script(IDS[:, :69], [0, 9], turns).play(wrapped, cache)
     moves = wrapped.method.position_mode == "cache"
-    assert oracle(model, calls, [0, 9], rotaries(model) if moves else None).error(calls) < 0.05
+    assert oracle(model, calls, rotaries(model) if moves else None).error(calls) < 0.05
     for layer in cache.layers:
         assert {part.buffer.dtype for part in layer.store.filled} == {dtype}
         assert layer.store.scores is None or layer.store.scores.buffer.dtype == torch.float32

@@ -77,7 +77,7 @@ def run(model: PreTrainedModel, method: str) -> Run:
         for part in ids[:, PROMPT:].split(LATER_CALLS, 1):
             wrapped(part, cache=cache)
     turning = rotaries(model) if moves_keys(method) else None
-    return Run(cache, calls, oracle(model, calls, PADDING, turning))
+    return Run(cache, calls, oracle(model, calls, turning))
 
 
 @pairs
@@ -103,7 +103,7 @@ def test_any_text_in_families_with_layers_of_several_kinds(family: str, method: 
     with kvc.wrap(model, method) as wrapped, recording(wrapped) as calls:
         cache = wrapped.new_cache()
         script.play(wrapped, cache)
-    told = oracle(model, calls, script.padding, rotaries(model) if moves_keys(method) else None)
+    told = oracle(model, calls, rotaries(model) if moves_keys(method) else None)
     assert told.error(calls) < 1e-4
     check_kept(wrapped.method, script, calls, cache, told)
     assert cache.nbytes == sum(cache.memory().values())

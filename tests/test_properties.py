@@ -57,7 +57,7 @@ def test_logits_and_kept_tokens_are_those_of_the_masked_plain_model(method: str,
         cache = wrapped.new_cache()
         script.play(wrapped, cache)
     moves = wrapped.method.position_mode == "cache"
-    told = oracle(MODEL, calls, script.padding, TURNING if moves else None)
+    told = oracle(MODEL, calls, TURNING if moves else None)
     assert told.error(calls) < 1e-4
     check_kept(wrapped.method, script, calls, cache, told)
 
@@ -84,24 +84,27 @@ def test_exact_equals_the_unwrapped_model_for_any_split(script: Script) -> None:
     mask = script.mask
     with torch.no_grad():
         plain = MODEL(script.ids, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0)).logits
-    stop = 0
-    for found, columns in zip(logits, script.calls, strict=True):
-        stop += columns
-        width = found.shape[1]
-        real = mask[:, stop - width : stop].bool()
-        if real.any():
-            assert difference(found[real], plain[:, stop - width : stop][real]) < 1e-5
+    stops = list(script.padding)
+    for found, counts in zip(logits, script.calls, strict=True):
+        for row, count in enumerate(counts):
+            stops[row] += count
+            width = min(found.shape[1], count)
+            if width:
+                expected = plain[row, stops[row] - width : stops[row]]
+                assert difference(found[row, found.shape[1] - width :], expected) < 1e-5
 
 
 @every_method_of_rows
-@given(script=scripts(chunks=False))
-@settings(max_examples=3)
+@given(script=scripts())
+@settings(max_examples=5)
 def test_a_row_of_a_padded_batch_is_that_row_alone(method: str, script: Script) -> None:
     batch, logits = played(method, script)
     for row, padding in enumerate(script.padding):
         first, *later = script.turns
         own = Script(
-            script.ids[row : row + 1, padding:], [0], [Turn(first.prompt - padding, None, first.decoding), *later]
+            script.ids[row : row + 1, padding:],
+            [0],
+            [Turn(first.prompt - padding, first.chunk, first.decoding), *later],
         )
         alone, own_logits = played(method, own)
         for layer in range(len(batch.layers)):
@@ -111,7 +114,8 @@ def test_a_row_of_a_padded_batch_is_that_row_alone(method: str, script: Script) 
                 assert codes.shape == own_codes.shape
                 # Rounding of the keys themselves may tip the one or other code over.
                 assert (codes.int() - own_codes.int()).abs().sum() <= 2
-        for found, wanted in zip(logits[1:], own_logits[1:], strict=True):
+        # A shorter row's prompt may need fewer calls; it begins later then. Of a prompt only last tokens are told.
+        for found, wanted in zip(logits[::-1], own_logits[::-1], strict=False):
             assert difference(found[row], wanted[0]) < 1e-3
 
 

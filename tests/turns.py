@@ -53,12 +53,19 @@ class Turn:
     chunk: int | None
     decoding: list[int]
 
-    @property
-    def calls(self) -> list[int]:
-        """Columns of every call."""
-        chunk = self.chunk or self.prompt
-        starts = range(0, self.prompt, chunk)
-        return [min(chunk, self.prompt - start) for start in starts] + self.decoding
+    def calls(self, padding: list[int]) -> list[list[int]]:
+        """Tokens of each row in every call, `padding[b]` columns of the prompt being none of row b.
+
+        Every row is cut as it would be alone, and all end together.
+        """
+        rows = []
+        for before in padding:
+            tokens = self.prompt - before
+            chunk = self.chunk or tokens
+            rows.append([min(chunk, tokens - start) for start in range(0, tokens, chunk)])
+        most = max(map(len, rows))
+        prompt = list(zip(*([0] * (most - len(row)) + row for row in rows), strict=True))
+        return [list(counts) for counts in prompt] + [[columns] * len(padding) for columns in self.decoding]
 
 
 @dataclass
@@ -74,26 +81,32 @@ class Script:
         return (torch.arange(self.ids.shape[1]) >= torch.tensor(self.padding)[:, None]).long()
 
     @property
-    def calls(self) -> list[int]:
-        return [columns for turn in self.turns for columns in turn.calls]
+    def calls_of_turns(self) -> list[list[list[int]]]:
+        """Tokens of each row in every call of every turn; only the first prompt is padded."""
+        return [
+            turn.calls(self.padding if index == 0 else [0] * len(self.padding)) for index, turn in enumerate(self.turns)
+        ]
+
+    @property
+    def calls(self) -> list[list[int]]:
+        return [counts for turn in self.calls_of_turns for counts in turn]
 
     @property
     def prompt_lengths(self) -> list[list[int]]:
         """For every call and row the tokens of the text up to the end of the prompt that it belongs to or follows."""
-        lengths, fed = [], 0
-        for turn in self.turns:
-            row_lengths = [fed + turn.prompt - padding for padding in self.padding]
-            lengths += [row_lengths] * len(turn.calls)
-            fed += sum(turn.calls)
+        lengths, fed = [], [-padding for padding in self.padding]
+        for turn, calls in zip(self.turns, self.calls_of_turns, strict=True):
+            lengths += [[before + turn.prompt for before in fed]] * len(calls)
+            fed = [before + turn.prompt + sum(turn.decoding) for before in fed]
         return lengths
 
     @property
     def prompt_calls(self) -> list[tuple[int, int]]:
         """The first and last call of every prompt."""
         found, first = [], 0
-        for turn in self.turns:
-            found.append((first, first + len(turn.calls) - len(turn.decoding) - 1))
-            first += len(turn.calls)
+        for turn, calls in zip(self.turns, self.calls_of_turns, strict=True):
+            found.append((first, first + len(calls) - len(turn.decoding) - 1))
+            first += len(calls)
         return found
 
     def play(
@@ -101,11 +114,11 @@ class Script:
     ) -> None:
         """Feeds everything; `after(c)` is called when the c-th call or, in chunks, the last of a prompt is done."""
         start = done = 0
-        for turn in self.turns:
+        for turn, calls in zip(self.turns, self.calls_of_turns, strict=True):
             prompt = slice(start, start + turn.prompt)
             wrapped.prefill(self.ids[:, prompt], self.mask[:, prompt], cache, turn.chunk)
             start += turn.prompt
-            done += len(turn.calls) - len(turn.decoding)
+            done += len(calls) - len(turn.decoding)
             after(done - 1)
             for columns in turn.decoding:
                 wrapped(self.ids[:, start : start + columns], cache=cache)
@@ -116,7 +129,7 @@ class Script:
 
 @st.composite
 def scripts(draw: st.DrawFn, rows: int = 3, chunks: bool = True, turns: int = 2, longest: int = 60) -> Script:
-    """Any script; every row has a token, and padding may fill whole chunks."""
+    """Any script; every row has a token, and rows may need more or fewer chunks."""
     plan = []
     for _ in range(draw(st.integers(1, turns))):
         prompt = draw(st.integers(1, longest))
@@ -124,7 +137,7 @@ def scripts(draw: st.DrawFn, rows: int = 3, chunks: bool = True, turns: int = 2,
         plan.append(Turn(prompt, chunk, draw(st.lists(st.sampled_from([1, 1, 1, 2, 5, 17]), max_size=5))))
     first = plan[0].prompt
     padding = [draw(st.integers(0, first - 1)) for _ in range(draw(st.integers(1, rows)))]
-    total = sum(columns for turn in plan for columns in turn.calls)
+    total = sum(turn.prompt + sum(turn.decoding) for turn in plan)
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     return Script(torch.randint(3, VOCABULARY, (len(padding), total), generator=generator), padding, plan)
 

@@ -1,7 +1,9 @@
 """What a method sees of one layer when it decides what stays."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -24,6 +26,22 @@ class RecentQueries:
     queries: Tensor
     real: list[int]  # of the W columns, how many at the end are tokens of this prompt, per row
     softmax: Softmax
+
+    def behind(self, before: RecentQueries | None, window: int) -> RecentQueries:
+        """The last `window` queries of each row, out of these and those of the prompt's calls `before`."""
+        new = self.queries.shape[3]
+        real = [min(count, new) for count in self.real]
+        if before is None:
+            return replace(self, real=real)
+        old = before.queries.shape[3]
+        both = torch.cat([before.queries, self.queries], 3)
+        if real.count(new) != len(real):  # padding must not come to lie between a row's queries
+            back = torch.arange(old + new - 1, -1, -1, device=both.device)
+            mine = column(real, both.device)
+            index = torch.where(back < mine, old + new - 1 - back, old + mine - 1 - back).clamp(min=0)
+            both = both.gather(3, index[:, None, None, :, None].expand_as(both))
+        real = [min(window, count + own) for count, own in zip(before.real, real, strict=True)]
+        return replace(self, queries=both[..., -window:, :], real=real)
 
 
 @dataclass

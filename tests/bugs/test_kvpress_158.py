@@ -42,4 +42,4 @@ def test_so_they_have_where_the_heads_keep_different_tokens(method: str) -> None
         for column in range(40, 60):
             wrapped(ids[:, column : column + 1], cache=cache)
     assert not bool((cache.kept(0)[:, 0] == cache.kept(0)[:, 1]).all())
-    assert oracle(model, calls, [0], None).error(calls) < 1e-4
+    assert oracle(model, calls).error(calls) < 1e-4

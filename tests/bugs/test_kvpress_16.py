@@ -78,7 +78,7 @@ def test_so_they_are_where_the_heads_keep_different_tokens(method: str) -> None:
         for column in range(36, 46):
             wrapped(ids[:, column : column + 1], cache=cache)
     assert not torch.equal(cache.kept(0)[:, 0], cache.kept(0)[:, 1])
-    assert oracle(model, calls, [0], rotaries(model)).error(calls) < 1e-4
+    assert oracle(model, calls, rotaries(model)).error(calls) < 1e-4
 
 
 def test_the_sinks_move_before_packed_keys_too() -> None:

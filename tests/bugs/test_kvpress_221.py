@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import kvcompress as kvc
-from kvcompress import Wrapped
+from kvcompress import CacheError, Wrapped
 from tests.bugs.common import METHODS, left_padding, text
 from tests.families import tiny
 
@@ -32,7 +32,8 @@ def a_prompt_cut_off(wrapped: Wrapped) -> None:
     with pytest.raises(ZeroDivisionError):
         wrapped.prefill(text(1, 50, seed=4), cache=cache, chunk=20)
     hook.remove()
-    assert cache.prefill_until == 50
+    with pytest.raises(CacheError, match="the last prompt fed to this cache failed midway, after 20 columns"):
+        wrapped(text(1, 1), cache=cache)
 
 
 @pytest.mark.parametrize("method", METHODS)

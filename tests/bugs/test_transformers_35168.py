@@ -29,7 +29,7 @@ def test_a_question_after_compression_sees_in_each_layer_what_that_layer_may_sho
         lengths = {cache.kept(layer).shape[2] for layer in range(len(cache.layers))}
         wrapped(ids[:, 40:], cache=cache)
     assert len(lengths) > 1
-    assert oracle(model, calls, list(padding), None).error(calls) < 1e-4
+    assert oracle(model, calls).error(calls) < 1e-4
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])

@@ -27,14 +27,14 @@ PACK = "kivi(bits=4, group_size=8, residual=8)"
 )
 def test_holes_change_no_choice(method: str, seed: int) -> None:
     turns = [Turn(70, None, [1, 9]), Turn(33, None, [1]), Turn(14, 5, [1, 1]), Turn(3, None, [2])]
-    columns = sum(columns for turn in turns for columns in turn.calls)
+    columns = sum(turn.prompt + sum(turn.decoding) for turn in turns)
     ids = torch.randint(3, VOCABULARY, (2, columns), generator=torch.Generator().manual_seed(seed))
     script = Script(ids, [0, 9], turns)
     had_holes = []
     with kvc.wrap(MODEL, method) as wrapped, recording(wrapped) as calls:
         cache = wrapped.new_cache()
         script.play(wrapped, cache, after=lambda _: had_holes.append(cache.layers[0].store.has_holes))
-    told = oracle(MODEL, calls, script.padding, wrapped._rotaries)
+    told = oracle(MODEL, calls, wrapped._rotaries)
     assert told.error(calls) < 1e-4
     assert check_kept(wrapped.method, script, calls, cache, told)
     assert any(had_holes)
