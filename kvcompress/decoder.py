@@ -1,7 +1,9 @@
-"""What a model must be to run over a compressed cache: its decoder, and what each layer of it keeps."""
+"""What a model must be to run over a compressed cache: its decoder, what each layer of it keeps, no dropout."""
 
 import inspect
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -74,3 +76,15 @@ def _calls_the_interface(model: PreTrainedModel) -> bool:
     classes = {parent for module in model.modules() for parent in type(module).__mro__}
     files = {each.__module__ for each in classes} - {PreTrainedModel.__module__}
     return any(hasattr(sys.modules.get(file), "ALL_ATTENTION_FUNCTIONS") for file in files)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Switches dropout off, and gives every module its own training flag back."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

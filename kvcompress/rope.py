@@ -5,8 +5,6 @@ Shapes: B batch, H KV heads, S stored tokens, D head dim, R <= D rotary dims, N 
 
 import itertools
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +13,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from kvcompress.compat import cache_argument
+from kvcompress.decoder import evaluating
 
 
 class RotaryError(ValueError):
@@ -221,18 +220,6 @@ class _RecordingCache(DynamicCache):
         return super().update(torch.zeros_like(key_states), value_states, layer_idx, *args, **kwargs)
 
 
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Switch dropout off, and give every module its own training flag back."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
-
-
 @torch.no_grad()
 def _probe(model: PreTrainedModel, config: Any, positions: Tensor) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
     """Keys and values [N, H, 1, D] of each layer for one token alone, at each of `positions` [N]."""
@@ -241,7 +228,7 @@ def _probe(model: PreTrainedModel, config: Any, positions: Tensor) -> tuple[dict
         token -= 1
     cache = _RecordingCache(model.config)
     ids = torch.full((len(positions), 1), token, device=positions.device)
-    with _evaluating(model):
+    with evaluating(model):
         model(
             input_ids=ids,
             position_ids=positions[:, None],

@@ -13,8 +13,9 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 from kvcompress.cache import CompressedCache
-from kvcompress.evals.likelihood import LOGITS_AT_ONCE
-from kvcompress.evals.stored import StoredKV, compressed_rows, stored_kv
+from kvcompress.evals.stored import StoredKV, stored_kv
+from kvcompress.measure.decoding import columns_per_call
+from kvcompress.measure.stored import compressed_rows
 from kvcompress.wrapping import Wrapped
 
 
@@ -46,7 +47,7 @@ def prefill_and_feed(
     cache = wrapped.new_cache()
     wrapped.prefill(ids[:, :end], mask[:, :end], cache, chunk)
     stored = stored_kv(cache)
-    step = 1 if wrapped.method.every_call else max(1, LOGITS_AT_ONCE // len(ids))
+    step = columns_per_call(cache)
     for start in range(end, ids.shape[1] - 1, step):
         wrapped(ids[:, start : min(start + step, ids.shape[1] - 1)], cache=cache)
     return cache, stored

@@ -13,11 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvcompress.cache import CompressedCache
-from kvcompress.evals.stored import StoredKV, compressed_rows, stored_kv, take_rows
+from kvcompress.evals.stored import StoredKV, stored_kv, take_rows
+from kvcompress.measure.decoding import columns_per_call
+from kvcompress.measure.stored import compressed_rows
 from kvcompress.wrapping import Wrapped
-
-LOGITS_AT_ONCE = 512
-"""Rows times columns of the logits of one call: bounds the memory that a large vocabulary takes."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +157,7 @@ def _feed(
     columns = max(len(line.fed) for line in part)
     ids = torch.tensor([[*line.fed, *[line.prompt[-1]] * (columns - len(line.fed))] for line in part])
     ids = ids.to(first.device)
-    step = 1 if wrapped.method.every_call else max(1, LOGITS_AT_ONCE // len(part))
+    step = columns_per_call(cache)
     _count(tallies, first, -1, softmax_dtype)
     for begin in range(0, columns, step):
         for tally, compressed in zip(tallies, compressed_rows(cache), strict=True):

@@ -1,4 +1,4 @@
-"""What each row of a cache stores, and whether anything of it was compressed."""
+"""What each row of a cache stores."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from kvcompress.cache import CompressedCache
-from kvcompress.stores.packed import PackedStore
+from kvcompress.measure.stored import evicted_rows
 
 
 @dataclass(frozen=True)
@@ -32,25 +32,6 @@ def stored_kv(cache: CompressedCache) -> list[StoredKV]:
         needless = sizes["spare"] + (0 if evicted[row] else sizes["positions"])
         measured.append(StoredKV(alone.nbytes - needless, exact, exact * 2 // itemsize))
     return measured
-
-
-def compressed_rows(cache: CompressedCache) -> list[bool]:
-    """Whether a token of each row was evicted or packed. Windows that are the model's own do not count."""
-    evicted = evicted_rows(cache)
-    store = next((layer.store for layer in cache.layers if layer.compresses), None)
-    if not isinstance(store, PackedStore):
-        return evicted
-    packed = [keys + values > 0 for keys, values in zip(store.keys.counts, store.values.counts, strict=True)]
-    return [any(row) for row in zip(evicted, packed, strict=True)]
-
-
-def evicted_rows(cache: CompressedCache) -> list[bool]:
-    """Whether a token of each row was evicted."""
-    layer = next((layer for layer in cache.layers if layer.compresses and not layer.store.empty), None)
-    if layer is None:
-        return [False] * cache.rows
-    kept = (cache.kept(layer.index) >= 0).sum(-1).amin(-1).tolist()
-    return [count < seen for count, seen in zip(kept, cache.seen_tokens, strict=True)]
 
 
 def take_rows(cache: CompressedCache, rows: Sequence[int]) -> CompressedCache:

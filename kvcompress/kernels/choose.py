@@ -1,12 +1,13 @@
 """The one place that chooses among the kernels.
 
 Each function here answers None (or False) where no fast kernel takes the case: another device, a library that is not
-installed, a dtype, width or group size without code of its own. Then the plain torch one beside it, `naive.py` of the
-same folder, does the work.
+installed (which is said once), a dtype, width or group size without code of its own. Then the plain torch one beside
+it, `naive.py` of the same folder, does the work.
 
 B batch, H KV heads, G query heads per KV head, T new tokens, S slots, D head dim.
 """
 
+import warnings
 from functools import cache
 from importlib import import_module
 from types import ModuleType
@@ -30,14 +31,29 @@ def fast(device: str, operation: str, on: tuple[str, ...] = ("cpu", "cuda")) -> 
     if device not in on:
         return None
     try:
-        if device == "cpu" and import_module("kvcompress.kernels.jit.values").RUNS_HERE:
-            return import_module(f"kvcompress.kernels.{operation}.cpu")
         if device == "cuda":
             return import_module(f"kvcompress.kernels.{operation}.triton")
-    except (ImportError, OSError) as error:  # Numba or Triton is not installed, or cannot be loaded
+        if import_module("kvcompress.kernels.jit.values").RUNS_HERE:
+            return import_module(f"kvcompress.kernels.{operation}.cpu")
+        _tell_once("this processor has neither AVX2 nor NEON")
+    except (ImportError, OSError) as error:
         if isinstance(error, ImportError) and (error.name or "").startswith("kvcompress"):
             raise
+        needed = "Numba" if device == "cpu" else "Triton"
+        missing = isinstance(error, ModuleNotFoundError)
+        state = "is not installed" if missing else f"cannot be loaded ({error})"
+        _tell_once(f"{needed} {state}; install kvcompress[{device}]")
     return None
+
+
+@cache
+def _tell_once(reason: str) -> None:
+    warnings.warn(f"without fast kernels, plain torch does the work, and slower: {reason}", stacklevel=3)
+
+
+def library(device: str) -> str:
+    """What does the work on a kind of device: code of "numba" or "triton", or "torch" alone where neither can run."""
+    return "torch" if fast(device, "attention") is None else {"cpu": "numba", "cuda": "triton"}[device]
 
 
 def attend_decode(

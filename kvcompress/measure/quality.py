@@ -4,39 +4,30 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import math
-import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvcompress.cache import CompressedCache
-from kvcompress.measure.memory import Peak, peak_memory
+from kvcompress.decoder import evaluating
+from kvcompress.inputs import check_ids
+from kvcompress.kernels.choose import library
+from kvcompress.measure.prefilled import Prefilled, alone, can_share, from_shared, prefill
 from kvcompress.measure.record import Record, digest
-from kvcompress.measure.speed import timed
+from kvcompress.measure.scoring import Scores, ask, divergence, fill, score
 from kvcompress.methods.base import Method
 from kvcompress.methods.exact import Exact
-from kvcompress.text_form import parse
-from kvcompress.wrapping import Wrapped, wrap
+from kvcompress.text_form import MethodError, parse
+from kvcompress.wrapping import wrap
 
 if TYPE_CHECKING:
     from kvcompress.prefix.prefix_cache import PrefixCache
-
-TIMED_TOKENS = 32
-
-
-@dataclass
-class Scores:
-    """What the scored tokens gave: log-probabilities [T, V] fp32, and the median time of one single-token call."""
-
-    log_probabilities: Tensor
-    ms_per_token: float
-    kv_bytes_end: int
 
 
 @dataclass
@@ -50,87 +41,82 @@ class Details:
     kept: list[Tensor]
 
 
-@dataclass
-class Prefilled:
-    """A compressed prefix, what it took, and what it stores (spare apart)."""
-
-    cache: CompressedCache
-    prefill_s: float
-    compress_s: float | None
-    shared: bool
-    peak: Peak
-
-    def __post_init__(self) -> None:
-        cache = self.cache
-        self.kv_bytes = _stored(cache)
-        self.kv_bytes_exact = cache.exact_nbytes
-        kept = [(layer, cache.kept(layer.index)) for layer in cache.layers if layer.shape is not None]
-        self.kept_tokens = max(positions.shape[-1] for _, positions in kept)
-        self.kept_values = sum(
-            int((positions >= 0).sum()) * (layer.shape.key_dim + layer.shape.value_dim)
-            for layer, positions in kept
-            if layer.shape is not None
-        )
-        self.itemsize = max(layer.shape.itemsize for layer, _ in kept if layer.shape is not None)
-        self.kept = [positions[0] for _, positions in kept]
-
-
-def _stored(cache: CompressedCache) -> int:
-    return cache.nbytes - cache.memory()["spare"]
-
-
 def evaluate(
     model: PreTrainedModel,
     ids: Tensor,
-    methods: Sequence[Method | str],
+    methods: Sequence[Method | str] | Method | str,
     prefix: int,
     scored: int,
-    question: Tensor | None = None,
+    question: Tensor | Sequence[Tensor] | None = None,
     *,
     chunk: int | None = None,
     share_prefill: bool = True,
     seed: int | None = None,
     name: str | None = None,
-    config_hash: str | None = None,
     first_sample: int = 0,
     on_error: str = "raise",
     prefix_cache: PrefixCache | None = None,
 ) -> list[Record]:
     """Measures each method on each row of `ids` [samples, at least prefix + scored + 1] against the exact baseline.
 
-    The first `prefix` ids are prefilled and compressed; `question` [T], if given, is fed after that; then the next
+    The first `prefix` ids are prefilled and compressed; a question, if given, is fed after that; then the next
     `scored` ids are fed, each predicting the one after it. Only these predictions count: the one right after prefill
-    saw everything. With `share_prefill` the prompt is prefilled once and each method starts from a fork of it.
-    `on_error="record"` makes a failed method a record with status "failed" instead of raising. With a `prefix_cache`,
-    prefills begin with the KV of former samples that share their beginning; `tokens_reused` says how much, and
-    `prefill_s` is then the time of the rest.
+    saw everything. `question` is [T] for all samples, or one for each: [samples, T] or a list of tensors. Question and
+    scored ids are decoded as `generate` and tasks do: token by token under a method that acts on every call.
 
-    Raises ValueError for too few ids, MethodError for a wrong method.
+    With `share_prefill` the prompt is prefilled once and each method starts from a fork of it. `on_error="record"`
+    makes a failed method a record with status "failed" instead of raising; without the exact baseline all of them
+    failed. With a `prefix_cache`, prefills begin with the KV of former samples that share their beginning;
+    `tokens_reused` says how much, and `prefill_s` is then the time of the rest. A model in train mode is measured in
+    eval mode, with a warning, and left as it was.
+
+    Raises ValueError for too few ids, for ids outside the vocabulary and for questions that are not one for each
+    sample, MethodError for a wrong method.
     """
-    parsed = [parse(method) for method in methods]
-    rows = ids[None] if ids.dim() == 1 else ids
-    _check_sizes(rows, prefix, scored)
+    several = [methods] if isinstance(methods, str | Method) else methods
+    parsed = [parse(method) for method in several]
+    if not parsed:
+        raise MethodError("there is no method to measure; give at least one, such as 'exact'")
+    rows = ids[None] if isinstance(ids, Tensor) and ids.dim() == 1 else ids
+    _check_ids(model, rows, prefix, scored)
+    questions = _questions(question, len(rows))
+    for each in questions:
+        if each is not None and each.numel():
+            check_ids(each, _vocabulary(model))
     records: list[Record] = []
-    for sample, row in enumerate(rows, start=first_sample):
-        records += list(
-            evaluate_sample(
-                model,
-                row,
-                parsed,
-                prefix,
-                scored,
-                question,
-                chunk=chunk,
-                share_prefill=share_prefill,
-                seed=seed,
-                name=name,
-                config_hash=config_hash,
-                sample=sample,
-                on_error=on_error,
-                prefix_cache=prefix_cache,
-            )
+    for sample, (row, asked) in enumerate(zip(rows, questions, strict=True), start=first_sample):
+        records += evaluate_sample(
+            model,
+            row,
+            parsed,
+            prefix,
+            scored,
+            asked,
+            chunk=chunk,
+            share_prefill=share_prefill,
+            seed=seed,
+            name=name,
+            sample=sample,
+            on_error=on_error,
+            prefix_cache=prefix_cache,
         )
     return records
+
+
+def _questions(question: Tensor | Sequence[Tensor] | None, samples: int) -> list[Tensor | None]:
+    """The question [1, T] of each sample."""
+    if question is None:
+        return [None] * samples
+    if isinstance(question, Tensor) and question.dim() == 1:
+        return [question[None]] * samples
+    several = [each.reshape(1, -1) for each in question]
+    if len(several) == 1:
+        return [several[0]] * samples
+    if len(several) != samples:
+        raise ValueError(
+            f"{len(several)} questions for {samples} samples; give one [T] for all, or as many as there are samples"
+        )
+    return [*several]
 
 
 def evaluate_sample(
@@ -145,25 +131,30 @@ def evaluate_sample(
     share_prefill: bool = True,
     seed: int | None = None,
     name: str | None = None,
-    config_hash: str | None = None,
+    settings: dict[str, Any] | None = None,
+    config_hash: Callable[[Method], str] | None = None,
     sample: int = 0,
     on_error: str = "raise",
     prefix_cache: PrefixCache | None = None,
     on_details: Callable[[Record, Details], None] | None = None,
 ) -> Iterator[Record]:
-    """`evaluate` for one text [N], a record at a time as each is measured; `on_details` is told of each before it."""
-    _check_sizes(ids[None], prefix, scored)
+    """`evaluate` for one text [N], a record at a time as each is measured; `on_details` is told of each before it.
+
+    `settings` goes into the records as what else they depend on, and `config_hash` gives the hash of each method's;
+    by default they tell of the arguments and the model.
+    """
+    _check_ids(model, ids[None], prefix, scored)
     if on_error not in ("raise", "record"):
         raise ValueError(f'on_error must be "raise" or "record", got {on_error!r}')
     device = model.device
     ids = ids.to(device)
-    feed = ids[None, prefix : prefix + scored]
+    prompt, feed = ids[None, :prefix], ids[None, prefix : prefix + scored]
     targets = ids[prefix + 1 : prefix + scored + 1]
     asked = None if question is None else question.to(device).reshape(1, -1)
-    data_hash = hashlib.sha256(ids[: prefix + scored + 1].cpu().numpy().tobytes()).hexdigest()[:16]
-    prompt = ids[None, :prefix]
+    data_hash = _hash(ids[: prefix + scored + 1])
 
     def new_record(method: Method) -> Record:
+        about = [settings, str(device), prefix, scored, seed, data_hash]
         return Record(
             method=str(method),
             model=name or getattr(model.config, "name_or_path", "") or type(model).__name__,
@@ -175,44 +166,88 @@ def evaluate_sample(
             tokens_scored=scored,
             query_aware=None if question is None else False,
             seed=seed,
-            config_hash=config_hash or digest([str(method), prefix, scored, chunk, data_hash]),
+            settings=settings,
+            config_hash=digest([str(method), *about]) if config_hash is None else config_hash(method),
+            kernels=library(device.type),
         )
+
+    def failed(method: Method, error: Exception, what: str = "") -> Record:
+        record = new_record(method)
+        record.status, record.error = "failed", f"{what}{type(error).__name__}: {error}".splitlines()[0][:500]
+        return record
 
     def measured(method: Method, run: Callable[[], tuple[Prefilled, Scores]], exact: Scores) -> Record:
         record = new_record(method)
         try:
             prefilled, scores = run()
-            kl = _kl(exact.log_probabilities, scores.log_probabilities)
-            _fill(record, prefilled, scores, exact, targets, kl)
+            kl = divergence(exact.log_probabilities, scores.log_probabilities)
+            fill(record, prefilled, scores, exact, targets, kl)
             if on_details is not None:
                 on_details(record, Details(kl, prefilled.kept))
         except Exception as error:
             if on_error == "raise":
                 raise
-            record.status, record.error = "failed", f"{type(error).__name__}: {error}".splitlines()[0][:500]
-        gc.collect()
+            record = failed(method, error)
+            del error  # its traceback holds the caches in a cycle
+            gc.collect()
         return record
 
-    with wrap(model, Exact(), prefix_cache) as wrapped:
-        sharing = [method for method in methods if share_prefill and _can_share(wrapped, method, prefix, chunk)]
-        gathered, seconds, _ = _prefill(wrapped, prompt, chunk, sharing)
-        exact = _score(wrapped, gathered.fork(), asked, feed, one_call=True)
+    with _in_eval_mode(model):
+        with wrap(model, Exact(), prefix_cache) as wrapped:
+            if settings is None:
+                shown = None if asked is None else _hash(asked)
+                settings = {"weights": wrapped.identity[:16], "question": shown, "chunk": chunk}
+                settings |= {"share_prefill": share_prefill, "prefix_cache": prefix_cache is not None}
+            sharing = [method for method in methods if share_prefill and can_share(wrapped, method, prefix, chunk)]
+            try:
+                gathered, seconds, _ = prefill(wrapped, prompt, chunk, sharing)
+                ready = gathered.compress_as(Exact())  # gathering for others would slow its steps down
+                ask(wrapped, ready, asked)
+                exact = score(wrapped, ready.fork(), feed, ready)
+            except Exception as error:
+                if on_error == "raise":
+                    raise
+                yield from [failed(method, error, "exact baseline: ") for method in methods]
+                return
 
-        for method in sharing:
-            run = partial(_from_shared, wrapped, gathered, method, seconds, asked, feed)
-            yield measured(method, run, exact)
-        gathered = None  # its memory is not needed by the methods that run alone
-    for method in methods:
-        if method not in sharing:
+            def run_shared(gathered: CompressedCache, method: Method) -> tuple[Prefilled, Scores]:
+                prefilled = from_shared(wrapped, gathered, method, seconds)
+                ask(wrapped, prefilled.cache, asked)
+                return prefilled, score(wrapped, prefilled.cache, feed, ready)
+
+            for method in sharing:
+                yield measured(method, partial(run_shared, gathered, method), exact)
+            del gathered  # what was gathered is not needed by the methods that run alone
+
+        def run_alone(method: Method) -> tuple[Prefilled, Scores]:
             with wrap(model, method, prefix_cache) as own:
-                yield measured(method, partial(_alone, own, prompt, chunk, asked, feed), exact)
+                prefilled = alone(own, prompt, chunk)
+                ask(own, prefilled.cache, asked)
+                return prefilled, score(own, prefilled.cache, feed, ready)
+
+        for method in methods:
+            if method not in sharing:
+                yield measured(method, partial(run_alone, method), exact)
 
 
-def _check_sizes(rows: Tensor, prefix: int, scored: int) -> None:
+@contextmanager
+def _in_eval_mode(model: PreTrainedModel) -> Iterator[None]:
+    if any(module.training for module in model.modules()):
+        warnings.warn(
+            "the model, or a part of it, is in train mode: it is measured in eval mode, without dropout, and left as "
+            "it was",
+            stacklevel=2,
+        )
+    with evaluating(model):
+        yield
+
+
+def _check_ids(model: PreTrainedModel, rows: Tensor, prefix: int, scored: int) -> None:
     for option, value in (("prefix", prefix), ("scored", scored)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{option} must be an integer of at least 1, got {value!r}")
     needed = prefix + scored + 1
+    check_ids(rows[..., :needed] if isinstance(rows, Tensor) else rows, _vocabulary(model))
     if rows.shape[-1] < needed:
         raise ValueError(
             f"{rows.shape[-1]} ids are too few: prefix {prefix} + scored {scored} + 1 = {needed} are needed; "
@@ -220,99 +255,9 @@ def _check_sizes(rows: Tensor, prefix: int, scored: int) -> None:
         )
 
 
-def _can_share(wrapped: Wrapped, method: Method, prefix: int, chunk: int | None) -> bool:
-    """Whether one prefill in a single call serves this method as its own would."""
-    trained = getattr(wrapped.model.config.get_text_config(), "max_position_embeddings", None)
-    past_trained = method.position_mode == "cache" and trained is not None and prefix > trained
-    return chunk is None and not past_trained
+def _vocabulary(model: PreTrainedModel) -> int | None:
+    return getattr(model.get_input_embeddings(), "num_embeddings", None)
 
 
-def _prefill(
-    wrapped: Wrapped, prompt: Tensor, chunk: int | None, sharing: Iterable[Method]
-) -> tuple[CompressedCache, float, Peak]:
-    cache = wrapped.new_cache(gather_for=tuple(sharing)) if isinstance(wrapped.method, Exact) else wrapped.new_cache()
-    device = prompt.device
-    with peak_memory(device) as peak, timed(device) as elapsed:
-        wrapped.prefill(prompt, cache=cache, chunk=chunk)
-    return cache, elapsed.seconds, peak
-
-
-def _from_shared(
-    wrapped: Wrapped,
-    gathered: CompressedCache,
-    method: Method,
-    prefill_s: float,
-    asked: Tensor | None,
-    feed: Tensor,
-) -> tuple[Prefilled, Scores]:
-    """The method's own cache, from what the shared prefill gathered."""
-    rotaries = wrapped.rotaries() if method.position_mode == "cache" else None
-    with timed(wrapped.model.device) as elapsed:
-        cache = gathered.compress_as(method, rotaries)
-    prefilled = Prefilled(cache, prefill_s, elapsed.seconds, shared=True, peak=Peak())
-    return prefilled, _score(wrapped, cache, asked, feed, one_call=not method.every_call)
-
-
-def _alone(
-    wrapped: Wrapped, prompt: Tensor, chunk: int | None, asked: Tensor | None, feed: Tensor
-) -> tuple[Prefilled, Scores]:
-    """A prefill of its own, for methods that cannot start from the shared one."""
-    cache, seconds, peak = _prefill(wrapped, prompt, chunk, ())
-    prefilled = Prefilled(cache, seconds, None, shared=False, peak=peak)
-    return prefilled, _score(wrapped, cache, asked, feed, one_call=not wrapped.method.every_call)
-
-
-def _score(wrapped: Wrapped, cache: CompressedCache, asked: Tensor | None, feed: Tensor, one_call: bool) -> Scores:
-    """Feeds the question, then the scored ids: in one call where that changes nothing, else one by one.
-
-    Times come from single-token calls in either case.
-    """
-    device = feed.device
-    if asked is not None and asked.shape[1]:
-        wrapped(asked, cache=cache)
-    times: list[float] = []
-
-    def step(over: CompressedCache, column: int) -> Tensor:
-        with timed(device) as elapsed:
-            logits = wrapped(feed[:, column : column + 1], cache=over).logits
-        times.append(elapsed.seconds)
-        return logits
-
-    if one_call:
-        trial = cache.fork()
-        for column in range(min(TIMED_TOKENS, feed.shape[1])):
-            step(trial, column)
-        del trial
-        logits = wrapped(feed, cache=cache).logits
-    else:
-        logits = torch.cat([step(cache, column) for column in range(feed.shape[1])], 1)
-    return Scores(logits[0].float().log_softmax(-1), statistics.median(times) * 1000, _stored(cache))
-
-
-def _fill(record: Record, prefilled: Prefilled, scores: Scores, exact: Scores, targets: Tensor, kl: Tensor) -> None:
-    """Puts the measured numbers into `record`."""
-    mine, theirs = scores.log_probabilities, exact.log_probabilities
-    record.nll, record.nll_exact = _nll(mine, targets), _nll(theirs, targets)
-    record.ppl, record.ppl_exact = math.exp(record.nll), math.exp(record.nll_exact)
-    record.kl = float(kl.mean().clamp(min=0))
-    record.top1_agreement = float((mine.argmax(-1) == theirs.argmax(-1)).float().mean())
-    record.kv_bytes, record.kv_bytes_end = prefilled.kv_bytes, scores.kv_bytes_end
-    record.kv_bytes_exact = prefilled.kv_bytes_exact
-    record.memory_ratio = prefilled.kv_bytes_exact / prefilled.kv_bytes
-    record.memory_ratio_16bit = record.memory_ratio * 2 / prefilled.itemsize
-    record.bits_per_value = prefilled.kv_bytes * 8 / prefilled.kept_values
-    record.kept_tokens = prefilled.kept_tokens
-    record.decode_ms_per_token, record.decode_ms_per_token_exact = scores.ms_per_token, exact.ms_per_token
-    record.prefill_s, record.prefill_shared = prefilled.prefill_s, prefilled.shared
-    record.compress_s, record.tokens_reused = prefilled.compress_s, prefilled.cache.reused_tokens
-    record.peak_bytes, record.peak_of = prefilled.peak.nbytes, prefilled.peak.of
-
-
-def _nll(log_probabilities: Tensor, targets: Tensor) -> float:
-    """Mean negative log-likelihood of `targets` [T] in nats."""
-    return float(-log_probabilities.gather(-1, targets[:, None]).mean())
-
-
-def _kl(exact: Tensor, other: Tensor) -> Tensor:
-    """KL(exact || other) in nats of each token [T], from log-probabilities [T, V]."""
-    return (exact.exp() * (exact - other)).sum(-1)
+def _hash(ids: Tensor) -> str:
+    return hashlib.sha256(ids.cpu().numpy().tobytes()).hexdigest()[:16]

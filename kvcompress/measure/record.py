@@ -53,6 +53,11 @@ class Record(JsonLine):
     takes the exact cache at 16 bits a value. `peak_bytes` is null where a prefill was shared; `peak_of` says what it
     measures. `query_aware` is false where a question followed the compressed part, null where there was none.
     `tokens_reused` of the prefix came from a prefix cache; `prefill_s` is the time of the rest.
+
+    `settings` is what else the numbers depend on, `kernels` what they were computed with: "numba", "triton", or
+    "torch" without either. `evicted` and `packed` say what had happened to the cache when the last scored token was
+    fed. `decode_ratios` are the times of single-token calls over those of the exact cache, taken in turns; the two
+    `decode_ms` are medians of the same calls.
     """
 
     method: str
@@ -78,6 +83,8 @@ class Record(JsonLine):
     memory_ratio_16bit: float | None = None
     bits_per_value: float | None = None
     kept_tokens: int | None = None
+    evicted: bool | None = None
+    packed: bool | None = None
     peak_bytes: int | None = None
     peak_of: str | None = None
     prefill_s: float | None = None
@@ -86,6 +93,9 @@ class Record(JsonLine):
     compress_s: float | None = None
     decode_ms_per_token: float | None = None
     decode_ms_per_token_exact: float | None = None
+    decode_ratios: list[float] | None = None
+    kernels: str | None = None
+    settings: dict[str, Any] | None = None
     seed: int | None = None
     versions: dict[str, str] = field(default_factory=versions)
     status: str = "ok"

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from kvcompress.cache import CompressedCache
 from kvcompress.measure.record import JsonLine, versions
 from kvcompress.measure.speed import timed
+from kvcompress.measure.stored import kept_tokens, stored_bytes
 from kvcompress.methods.exact import Exact
 from kvcompress.wrapping import Wrapped, wrap
 
@@ -126,10 +127,9 @@ def stream(
             continue
         with timed(ids.device) as elapsed:
             losses, times = _feed(wrapped, cache, ids, begin, end, tokens_per_call, timed_tokens)
-        full = [cache.kept(layer.index).shape[-1] for layer in cache.layers]
-        stored = cache.nbytes - cache.memory()["spare"]
+        stored, kept = stored_bytes(cache), kept_tokens(cache)
         ms = statistics.median(times) * 1000
-        yield Bucket(index, torch.cat(losses, 1), stored, cache.exact_nbytes, max(full), ms, elapsed.seconds), cache
+        yield Bucket(index, torch.cat(losses, 1), stored, cache.exact_nbytes, kept, ms, elapsed.seconds), cache
 
 
 def _feed(

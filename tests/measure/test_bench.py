@@ -11,7 +11,7 @@ from kvcompress.measure.bench import length_cases, method_cases
 from kvcompress.measure.bench.case import Line, NotHere, cases
 from kvcompress.measure.bench.filled import dynamic, fill_compressed
 from kvcompress.measure.bench.length_cases import write_trace
-from kvcompress.measure.bench.paired import paired
+from kvcompress.measure.speed import paired
 from kvcompress.prefix.trace import read_trace
 from tests.tiny import tiny_llama
 

@@ -1,12 +1,18 @@
 """What `evaluate` reports, against the plain model and against runs of each method alone."""
 
+import copy
 import math
 
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import kvcompress as kvc
-from kvcompress.measure.quality import evaluate
+from kvcompress.evals.likelihood import Continuation, score
+from kvcompress.measure.quality import Details, evaluate, evaluate_sample
+from kvcompress.measure.record import Record
+from kvcompress.measure.streaming import stream
+from tests.families import VOCABULARY, tiny
 from tests.tiny import tiny_llama
 
 PREFIX, SCORED = 60, 12
@@ -114,6 +120,149 @@ def test_a_failed_method_becomes_a_record(ids: torch.Tensor) -> None:
 def test_too_few_ids_say_how_many_are_needed(ids: torch.Tensor) -> None:
     with pytest.raises(ValueError, match=r"73 ids are too few: prefix 60 \+ scored 13 \+ 1 = 74"):
         evaluate(tiny_llama(), ids, ["exact"], PREFIX, SCORED + 1)
+
+
+def by_hand(method: str, given: torch.Tensor, question: torch.Tensor | None = None) -> torch.Tensor:
+    """Log-probabilities [SCORED, V] of token-by-token decoding behind a prompt of PREFIX tokens."""
+    between = torch.empty(0, dtype=torch.int64) if question is None else question
+    with kvc.wrap(tiny_llama(), method) as wrapped:
+        cache = wrapped.new_cache()
+        wrapped.prefill(given[None, :PREFIX], cache=cache)
+        fed = torch.cat([between, given[PREFIX : PREFIX + SCORED]])
+        steps = [wrapped(token[None, None], cache=cache).logits[0] for token in fed]
+    return torch.cat(steps)[-SCORED:].log_softmax(-1)
+
+
+def nll_by_hand(method: str, given: torch.Tensor, question: torch.Tensor | None = None) -> float:
+    log_probabilities = by_hand(method, given, question)
+    return -log_probabilities.gather(-1, given[PREFIX + 1 : PREFIX + SCORED + 1, None]).mean().item()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_question_is_decoded_as_generation_and_tasks_do(method: str, ids: torch.Tensor) -> None:
+    """A method that acts on every call acts on every token of a question, too."""
+    question = torch.randint(0, 256, (30,), generator=torch.Generator().manual_seed(4))
+    record = evaluate(tiny_llama(), ids[:1], [method], PREFIX, SCORED, question=question)[0]
+    assert record.nll == pytest.approx(nll_by_hand(method, ids[0], question), abs=1e-5)
+    row = ids[0].tolist()
+    with kvc.wrap(tiny_llama(), method) as wrapped:
+        fed = (*question.tolist(), *row[PREFIX : PREFIX + SCORED])
+        continuation = Continuation(tuple(row[:PREFIX]), fed, tuple(row[PREFIX + 1 :]))
+        (task,) = score(wrapped, [continuation])
+    assert record.nll == pytest.approx(-task.log_probability / SCORED, abs=1e-5)
+
+
+def test_each_sample_has_its_own_question(ids: torch.Tensor) -> None:
+    method = "streaming_llm(sinks=2, window=20)"
+    questions = torch.randint(0, 256, (2, 5), generator=torch.Generator().manual_seed(5))
+    together = evaluate(tiny_llama(), ids, [method], PREFIX, SCORED, question=questions)
+    for record, given, question in zip(together, ids, questions, strict=True):
+        assert record.nll == pytest.approx(nll_by_hand(method, given, question), abs=1e-5)
+    ragged = evaluate(tiny_llama(), ids, [method], PREFIX, SCORED, question=[questions[0], questions[1, :2]])
+    assert ragged[0].nll == together[0].nll
+    assert ragged[1].nll == pytest.approx(nll_by_hand(method, ids[1], questions[1, :2]), abs=1e-5)
+    same = evaluate(tiny_llama(), ids, [method], PREFIX, SCORED, question=questions[0])
+    assert same[1].nll == pytest.approx(nll_by_hand(method, ids[1], questions[0]), abs=1e-5)
+    with pytest.raises(ValueError, match="3 questions for 2 samples"):
+        evaluate(tiny_llama(), ids, [method], PREFIX, SCORED, question=torch.zeros(3, 5, dtype=torch.int64))
+
+
+def test_what_changes_a_number_changes_the_config_hash(ids: torch.Tensor) -> None:
+    other = tiny_llama().__class__(tiny_llama().config).eval()
+    question = torch.arange(5)
+    calls = [
+        (tiny_llama(), {}),
+        (other, {}),
+        (tiny_llama(), {"question": question}),
+        (tiny_llama(), {"question": question.flip(0)}),
+        (tiny_llama(), {"chunk": 16}),
+        (tiny_llama(), {"share_prefill": False}),
+    ]
+    hashes = [evaluate(model, ids[:1], "exact", PREFIX, SCORED, **options)[0].config_hash for model, options in calls]
+    assert len(set(hashes)) == len(calls)
+    assert evaluate(tiny_llama(), ids[:1], "exact", PREFIX, SCORED)[0].config_hash == hashes[0]
+
+
+def test_rounding_shows_in_kl(ids: torch.Tensor) -> None:
+    """Nothing is evicted here, so that what differs from exact is rounding, below 0 as often as above."""
+    found: dict[int, float] = {}
+    method = kvc.parse("h2o(heavy=100, recent=100)")
+    many = torch.randint(0, 256, (8, PREFIX + SCORED + 1), generator=torch.Generator().manual_seed(6))
+    for sample, row in enumerate(many):
+
+        def note(record: Record, details: Details, sample: int = sample) -> None:
+            found[sample] = float(details.kl.mean())
+
+        (record,) = evaluate_sample(tiny_llama(), row, [method], PREFIX, SCORED, sample=sample, on_details=note)
+        assert record.kl == found[sample]
+
+
+def test_kept_tokens_are_those_of_the_layers_that_the_method_acts_on() -> None:
+    """The sliding layers keep 8 or 9 of their own, fewer or more than the method, whatever it is."""
+    model = tiny("gemma3_text")
+    given = torch.randint(0, VOCABULARY, (1, 41), generator=torch.Generator().manual_seed(0))
+    records = evaluate(model, given, ["exact", "h2o(heavy=2, recent=2)", "snapkv(budget=12, window=4)"], 32, 8)
+    assert [record.kept_tokens for record in records] == [32, 4, 12]
+    with kvc.wrap(model, "h2o(heavy=2, recent=2)") as wrapped:
+        (bucket,) = [bucket for bucket, _ in stream(wrapped, given, [40], prefix=4)]
+    assert bucket.kept_tokens == 4
+
+
+def test_a_model_in_train_mode_is_measured_without_dropout(ids: torch.Tensor) -> None:
+    torch.manual_seed(0)
+    config = GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=256, n_positions=128)  # drops out 10 %
+    model = GPT2LMHeadModel(config)
+    expected = [record.nll for record in evaluate(model.eval(), ids, METHODS[2:], PREFIX, SCORED)]
+    model.train()
+    model.transformer.h[0].eval()
+    with pytest.warns(UserWarning, match="train mode"):
+        measured = evaluate(model, ids, METHODS[2:], PREFIX, SCORED)
+    assert [record.nll for record in measured] == expected
+    assert model.training and model.transformer.h[1].mlp.training and not model.transformer.h[0].mlp.training
+
+
+def test_one_method_is_a_list_of_one(ids: torch.Tensor) -> None:
+    for method in ("snapkv(budget=20, window=8)", kvc.SnapKV(budget=20, window=8)):
+        (record,) = evaluate(tiny_llama(), ids[:1], method, PREFIX, SCORED)
+        assert record.method == "snapkv(budget=20, window=8)"
+    with pytest.raises(ValueError, match="no method"):
+        evaluate(tiny_llama(), ids[:1], [], PREFIX, SCORED)
+
+
+@pytest.mark.parametrize("column", [0, PREFIX, PREFIX + SCORED])
+def test_ids_outside_the_vocabulary(ids: torch.Tensor, column: int) -> None:
+    """The last one is only predicted, never fed."""
+    wrong = ids.clone()
+    wrong[1, column] = 256
+    with pytest.raises(ValueError, match="id 256 is outside the model's vocabulary of 256 tokens"):
+        evaluate(tiny_llama(), wrong, ["exact"], PREFIX, SCORED)
+    with pytest.raises(ValueError, match="id -1 is outside"):
+        evaluate(tiny_llama(), ids, ["exact"], PREFIX, SCORED, question=torch.tensor([3, -1]))
+
+
+def test_without_its_baseline_every_method_failed(ids: torch.Tensor) -> None:
+    model = copy.deepcopy(tiny_llama())
+    model.model.layers[1].mlp.register_forward_hook(refuse)
+    records = evaluate(model, ids, METHODS[:2], PREFIX, SCORED, on_error="record")
+    assert [record.status for record in records] == ["failed"] * 4
+    assert {record.error for record in records} == {"exact baseline: RuntimeError: no memory left"}
+    with pytest.raises(RuntimeError, match="no memory left"):
+        evaluate(model, ids, METHODS[:2], PREFIX, SCORED)
+
+
+def refuse(*_: object) -> None:
+    raise RuntimeError("no memory left")
+
+
+def test_a_method_that_the_model_cannot_have_fails_alone(ids: torch.Tensor) -> None:
+    """GPT-2's learned positions cannot be moved, which is known as soon as the model is wrapped."""
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=256, n_positions=128)).eval()
+    methods = ["streaming_llm(sinks=2, window=20)", "exact"]
+    for share in (True, False):
+        records = evaluate(model, ids[:1], methods, PREFIX, SCORED, share_prefill=share, on_error="record")
+        assert [record.status for record in records] == ["failed", "ok"]
+        assert "RotaryError" in (records[0].error or "")
 
 
 @pytest.mark.model

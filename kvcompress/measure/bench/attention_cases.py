@@ -11,7 +11,8 @@ from torch import Tensor
 from kvcompress.attention import over
 from kvcompress.kernels.softmax import Softmax
 from kvcompress.measure.bench.case import Line, case
-from kvcompress.measure.bench.paired import Paired, multiply_add_seconds, paired, read_seconds
+from kvcompress.measure.bench.limits import multiply_add_seconds, read_seconds
+from kvcompress.measure.speed import Paired, paired
 from kvcompress.stores.dense import DenseStore
 from kvcompress.stores.packed import PackedStore
 from kvcompress.visibility import EVERYTHING

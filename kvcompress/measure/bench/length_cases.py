@@ -16,9 +16,8 @@ import torch
 from kvcompress.measure.bench.attention_cases import line
 from kvcompress.measure.bench.case import Line, case
 from kvcompress.measure.bench.filled import random_model
-from kvcompress.measure.bench.paired import paired
 from kvcompress.measure.bench.peak import RANDOM, peak_of_prefill
-from kvcompress.measure.speed import timed
+from kvcompress.measure.speed import paired, timed
 from kvcompress.wrapping import wrap
 
 EARLY, LATE, PER_CALL = 2_000, 200_000, 100

@@ -14,7 +14,7 @@ from kvcompress.cache import CompressedCache
 from kvcompress.measure.bench.attention_cases import LARGE, dense_store, line, packed_store, tensors
 from kvcompress.measure.bench.case import Line, case
 from kvcompress.measure.bench.model_cases import compression_share, model, plain_prefill, prompt
-from kvcompress.measure.bench.paired import paired
+from kvcompress.measure.speed import paired
 from kvcompress.methods.base import Method
 from kvcompress.stores.dense import DenseStore
 from kvcompress.stores.packed import PackedStore

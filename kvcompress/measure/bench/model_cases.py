@@ -12,9 +12,8 @@ from transformers import PreTrainedModel, QuantizedCache
 from kvcompress.measure.bench.attention_cases import line
 from kvcompress.measure.bench.case import Line, NotHere, case
 from kvcompress.measure.bench.filled import dynamic, fill_compressed, fill_plain, random_kv, shape_of
-from kvcompress.measure.bench.paired import paired
 from kvcompress.measure.bench.peak import peak_of_prefill
-from kvcompress.measure.speed import timed
+from kvcompress.measure.speed import paired, timed
 from kvcompress.methods.base import Method
 from kvcompress.models import ModelNotFound, load_model
 from kvcompress.text_form import parse
