@@ -52,8 +52,8 @@ class Codes:
         """The first `count` packed tokens of some rows as fp32 [B, H, count, D]."""
         codes = self.rows(rows)
         if isinstance(codes, PackedKeys):
-            return reference.dequantise_keys(codes, 0, count, head_dim)
-        return reference.dequantise_values(codes, 0, count)
+            return naive.dequantise_keys(codes, 0, count, head_dim)
+        return naive.dequantise_values(codes, 0, count)
 
     def append(self, x: Tensor, counts: list[int], alive: Tensor | None) -> None:
         """Quantises the first `counts[b]` tokens of `x` [B, H, T, D]; those not `alive` [B, H, T] are holes."""
