@@ -176,9 +176,12 @@ class CompressedCache(Cache):
     def check_rows(self, rows: int) -> None:
         """Raises CacheError if a call of `rows` rows does not fit."""
         if self.seen_tokens and rows != self.rows:
-            raise CacheError(
-                f"this cache holds {self.rows} rows, but the call has {rows}; use cache.fork(n) or a new cache"
+            fix = (
+                f"use cache.fork({rows // self.rows})"
+                if rows % self.rows == 0
+                else "give one row of ids for each of them (for beams and several answers generate repeats both itself)"
             )
+            raise CacheError(f"this cache holds {self.rows} rows, but the call has {rows}; {fix}, or a new cache")
 
     def check_whole(self) -> None:
         """Raises CacheError for a cache that a failure has left with a part of a call or of a prompt."""

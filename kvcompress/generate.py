@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -79,7 +81,10 @@ def prefill(
     others = {name: model_kwargs[name] for name in model_kwargs.keys() - {"attention_mask", "position_ids"}}
     alone = chunk is None and not any(isinstance(value, Tensor) for value in others.values())
     source = {"input_ids": input_ids[:, -columns:]} if embeds is None or cache.columns else {"inputs_embeds": embeds}
-    with wrapped.prompt(cache, counts, columns, input_ids if alone else None, chunk) as reuse:
+    with (
+        _repeated(cache, len(counts), generation_config),
+        wrapped.prompt(cache, counts, columns, input_ids if alone else None, chunk) as reuse,
+    ):
         if reuse is not None:
             for part in reuse.parts[:-1]:
                 wrapped(input_ids[:, part], cache, **wrapped.last_logits)
@@ -96,3 +101,23 @@ def prefill(
             }
             output = wrapped.model(**inputs, attention_mask=part.mask(input_ids.device))
         return output
+
+
+@contextmanager
+def _repeated(cache: CompressedCache, rows: int, generation_config: Any) -> Iterator[None]:
+    """Repeats the rows of a filled cache as generate did those of the ids, for beams and several answers.
+
+    If the prompt fails in its first call, the cache is as it was.
+    """
+    copies = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+    if not cache.columns or copies == 1 or rows != cache.rows * copies:
+        yield
+        return
+    before, calls = cache.fork(), cache.calls
+    cache.become(cache.fork(copies))
+    try:
+        yield
+    except BaseException:
+        if cache.calls == calls:
+            cache.become(before)
+        raise

@@ -188,7 +188,8 @@ class Wrapped:
         """`model.generate`. With a filled `cache`, `ids` are only what it has not seen, the mask is that of `ids`.
 
         The last token that a former call generated was never fed: begin the new ids with it where it belongs to the
-        text.
+        text. For beams and several answers (`num_beams`, `num_return_sequences`) the cache's rows are repeated with
+        those of the ids.
         """
         self._require_entered()
         ids = options.pop("input_ids", None) if ids is None else ids

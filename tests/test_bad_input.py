@@ -167,7 +167,8 @@ def test_a_call_that_cannot_be_is_refused_and_leaves_the_cache_as_it_was(name: s
 
 AGAIN: dict[str, tuple[Feed, str]] = {
     "an id too large": (lambda w, c: w.prefill(text() + 55, cache=c), "outside the model's vocabulary"),
-    "other rows": (lambda w, c: w.prefill(text(3), cache=c), r"holds 2 rows, but the call has 3; use cache.fork\(n\)"),
+    "other rows": (lambda w, c: w.prefill(text(3), cache=c), "holds 2 rows, but the call has 3; give one row of ids"),
+    "rows for every answer": (lambda w, c: w(text(4), c), r"holds 2 rows, but the call has 4; use cache.fork\(2\)"),
     "other rows, in a call": (lambda w, c: w(text(1), c), "holds 2 rows, but the call has 1"),
     "other rows, to generate": (lambda w, c: w.generate(text(3), c, **NEW), "holds 2 rows, but the call has 3"),
     "a mask of the past that hides a token": (
