@@ -138,6 +138,12 @@ def _without_cache(
     return output.flatten(1, 2).transpose(1, 2).contiguous()
 
 
+def configs_of(model: nn.Module) -> list[Any]:
+    """Every configuration in `model` that says which attention function its modules take."""
+    found = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
+    return [config for config in found.values() if hasattr(config, "_attn_implementation_internal")]
+
+
 def register() -> None:
     """Makes `attn_implementation="kvcompress"` known to transformers."""
     AttentionInterface.register(NAME, attention)

@@ -167,15 +167,20 @@ def _padding_mask(cache: CompressedCache, device: torch.device) -> Tensor | None
     return (torch.arange(total, device=device) >= torch.tensor(padding, device=device)[:, None]).long()
 
 
-def finish(cache: CompressedCache, hidden: Tensor) -> None:
-    """Ends the call. Raises WrapError for a layer that never asked the cache, CacheError for NaN."""
+def check_fed(cache: CompressedCache) -> None:
+    """Raises WrapError for a layer that was not given the keys of the call's tokens, once each."""
     expected = [seen + new for seen, new in zip(cache.seen_tokens, cache.call.counts, strict=True)]
     for layer in cache.layers:
         if layer.store.seen != expected:
             raise WrapError(
-                f"layer {layer.index} did not hand its keys to the cache (it got {layer.store.seen} of {expected} "
+                f"layer {layer.index} did not hand its keys to the cache once (it got {layer.store.seen} of {expected} "
                 "tokens); this model's attention cannot run over a compressed cache"
             )
+
+
+def finish(cache: CompressedCache, hidden: Tensor) -> None:
+    """Ends the call. Raises WrapError for a layer that never asked the cache, CacheError for NaN."""
+    check_fed(cache)
     if math.isnan(hidden[:, -1].amax()):  # one NaN makes the largest NaN
         raise CacheError(
             f"the model's output is NaN{_first_nan(cache)}; check the weights and the dtype "

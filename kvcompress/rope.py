@@ -94,7 +94,7 @@ def rotaries(model: PreTrainedModel) -> list[Rotary | None]:
     """
     name = type(model).__name__
     config = model.config.get_text_config(decoder=True)
-    tables = _tables(model)
+    tables = frequencies(model)
     reason = _refusal(model, config, tables)
     if reason:
         raise _error(name, reason)
@@ -150,7 +150,7 @@ def _check_delta(delta: Tensor | int, keys: Tensor) -> None:
         ) from None
 
 
-def _tables(model: nn.Module) -> list[Tensor]:
+def frequencies(model: nn.Module) -> list[Tensor]:
     """The different frequencies in the model's rotary modules, each [R/2]; gemma3 has one for each kind of layer."""
     tables: list[Tensor] = []
     for name, buffer in model.named_buffers():
@@ -220,12 +220,16 @@ class _RecordingCache(DynamicCache):
         return super().update(torch.zeros_like(key_states), value_states, layer_idx, *args, **kwargs)
 
 
+def ordinary_token(config: Any) -> int:
+    """A token of the middle of the vocabulary, not the one for padding, which may embed to zero."""
+    token = config.vocab_size // 2
+    return token - 1 if token == getattr(config, "pad_token_id", None) else token
+
+
 @torch.no_grad()
 def _probe(model: PreTrainedModel, config: Any, positions: Tensor) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
     """Keys and values [N, H, 1, D] of each layer for one token alone, at each of `positions` [N]."""
-    token = config.vocab_size // 2  # an ordinary token; padding may embed to zero
-    if token == getattr(config, "pad_token_id", None):
-        token -= 1
+    token = ordinary_token(config)
     cache = _RecordingCache(model.config)
     ids = torch.full((len(positions), 1), token, device=positions.device)
     with evaluating(model):

@@ -35,6 +35,7 @@ from kvcompress.models import weights_fingerprint
 from kvcompress.prompt import Part, check_chunk, chunk_sizes, parts, stays_in_range
 from kvcompress.rope import Rotary, rotaries
 from kvcompress.text_form import parse
+from kvcompress.trial import check_runs
 
 if TYPE_CHECKING:
     from kvcompress.prefix.prefix_cache import PrefixCache
@@ -60,6 +61,7 @@ class Wrapped:
         self.windows = layer_windows(model)
         self._refuse_wrapped()
         self.decoder = decoder_of(model)
+        check_runs(model, self.decoder, self.windows)
         self.cache_name = cache_argument(model.forward)
         self._rotaries: list[Rotary | None] | None = None
         self._identity: str | None = None
@@ -84,7 +86,7 @@ class Wrapped:
             )
         attention.register()
         self._set(self.model, "_kvcompress_wrapped", self)
-        for config in self._configs():
+        for config in attention.configs_of(self.model):
             self._set(config, "_attn_implementation_internal", attention.NAME)
         self._set(self.model, "_prepare_cache_for_generation", partial(generate.prepare_cache, self))
         self._set(self.model, "_prefill", partial(generate.prefill, self))
@@ -279,10 +281,6 @@ class Wrapped:
         cache = cache_in(kwargs)
         if isinstance(cache, CompressedCache):
             finish(cache, output[0])
-
-    def _configs(self) -> list[Any]:
-        found = {id(module.config): module.config for module in self.model.modules() if hasattr(module, "config")}
-        return [config for config in found.values() if hasattr(config, "_attn_implementation_internal")]
 
     def _set(self, target: Any, name: str, value: Any) -> None:
         """Sets an attribute of the instance, to be undone when the model is unwrapped."""
