@@ -5,7 +5,5 @@ python -m kvcompress.evals run --model kvcompress --model_args "pretrained=gpt2,
 
 from lm_eval.__main__ import cli_evaluate
 
-import kvcompress.evals.model  # noqa: F401  (registers the model)
-
 if __name__ == "__main__":
     cli_evaluate()

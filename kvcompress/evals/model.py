@@ -1,7 +1,4 @@
-"""The lm-eval model `kvcompress`: every score passes through a real compressed cache.
-
-`import kvcompress.evals.model` makes it known to lm-eval.
-"""
+"""The lm-eval model `kvcompress`: every score passes through a real compressed cache."""
 
 from __future__ import annotations
 
@@ -16,7 +13,6 @@ import torch
 from lm_eval import utils
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import CacheHook
-from lm_eval.api.registry import register_model
 from lm_eval.models import huggingface
 from lm_eval.models.utils import normalize_gen_kwargs
 from torch import Tensor
@@ -306,7 +302,3 @@ class CompressedLM(HFLM):
                 "to generate); they lost their beginning",
                 stacklevel=3,
             )
-
-
-# Not as a decorator, whose type would hide the class.
-register_model("kvcompress")(CompressedLM)

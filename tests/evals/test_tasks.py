@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed (extra eval)")
 
@@ -18,10 +18,11 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks._yaml_loader import load_yaml
 
 from kvcompress.evals import LOCAL_TASKS, TASKS_FOLDER, MissingData, find_tasks
+from kvcompress.evals.loading import load_tasks
 from kvcompress.evals.model import CompressedLM
 from tests.evals import lm
 from tests.evals.reader import Reader
-from tests.evals.tiny import chatting, trained
+from tests.evals.tiny import byte_level, chatting, trained
 
 SHARED_TASKS = Path(__file__).resolve().parents[3] / "shared" / "data" / "tasks"
 needs_shared_data = pytest.mark.skipif(not SHARED_TASKS.is_dir(), reason="../shared/data/tasks is not on this machine")
@@ -248,8 +249,22 @@ def test_unknown_names_and_settings_are_refused() -> None:
     with pytest.raises(ValueError, match="no setting 'lenght'; did you mean 'length'"):
         manager.load(tasks)
     manager, tasks = find_tasks(["needle"])
-    with pytest.raises(ValueError, match="needs a tokenizer: pass metadata"):
+    with pytest.raises(ValueError, match="needs a tokenizer, got None: pass metadata"):
         manager.load(tasks)
+
+
+def test_metadata_of_ones_own_wins_but_not_over_what_the_task_is(tmp_path: Path, haystack_file: str) -> None:
+    bytes_alone = PreTrainedTokenizerFast(tokenizer_object=byte_level())
+    bytes_alone.save_pretrained(tmp_path)
+    metadata = {"tokenizer": str(tmp_path), "length": 900, "samples": 1, "haystack": haystack_file}
+    task = load_tasks(["needle"], trained(), metadata)["needle"]
+    doc = task.eval_docs[0]
+    assert doc["length"] == len((doc["context"] + doc["question"] + doc["answer_prefix"]).encode()) > 700
+    for name in ("family", "query_aware", "answer_tokens"):
+        with pytest.raises(ValueError, match=f"metadata '{name}' belongs to the task"):
+            load_tasks(["needle"], trained(), {name: 1})
+    with pytest.raises(ValueError, match="needs a tokenizer, got 5: pass metadata"):
+        load_tasks(["needle"], trained(), {"tokenizer": 5})
 
 
 def find_tasks_without_defaults(names: list[str]) -> None:

@@ -80,9 +80,13 @@ def make_samples(
             known = ", ".join(kind.options) or "none"
             raise ValueError(f"{family} has no option {option!r}{nearest(option, kind.options)}; its options: {known}")
     depths = kind.depths if depths is None else depths
-    wrong = [depth for depth in depths if not 0 <= depth <= 1]
-    if wrong or not depths:
-        raise ValueError(f"depths={list(depths)}: expected at least one, each a fraction from 0 to 1")
+    listed = list(depths) if isinstance(depths, list | tuple) else []
+    if not listed or not all(isinstance(depth, int | float) and 0 <= depth <= 1 for depth in listed):
+        shown = listed or depths
+        raise ValueError(f"depths={shown!r}: expected at least one, each a fraction from 0 to 1, as [0.5, 1]")
+    for name, value in options.items():
+        if not isinstance(value, int):
+            raise ValueError(f"{name}={value!r}: expected a whole number")
     for name, value in (("samples", samples), ("length", length)):
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"{name}={value!r}: expected a whole number of at least 1")

@@ -17,21 +17,33 @@ if TYPE_CHECKING:
 
 TASKS_FOLDER = Path(__file__).parent
 
+OF_THE_TASK = ("family", "query_aware", "fixed_length", "answer_tokens", "version", "file", "fields")
+"""What a task's own file says in its metadata, and no user."""
+
 
 def find_tasks(
-    names: Sequence[str], tokenizer: Any = None, *, include_path: Sequence[str | Path] = (), **metadata: Any
+    names: Sequence[str],
+    tokenizer: Any = None,
+    /,
+    *,
+    include_path: str | Path | Sequence[str | Path] = (),
+    **metadata: Any,
 ) -> tuple["TaskManager", list["str | dict[str, Any] | Task"]]:
     """An lm-eval task manager that knows these tasks, and what to give it or ``simple_evaluate`` for the names.
 
-    ``tokenizer`` (of transformers, or a folder or name of one) measures the length of generated tasks; ``metadata``
-    sets ``length``, ``samples``, ``seed``, ``haystack`` or ``depths`` for all of them that have no length in their
-    name. lm-eval's own thousands of task files are read only if a name is not found without them, which takes
-    many seconds. Raises ``ValueError`` for a name that nobody knows.
+    ``tokenizer`` (of transformers, or a folder or name of one) measures the length of generated tasks, unless
+    ``metadata`` has another; it also sets ``length``, ``samples``, ``seed``, ``haystack`` or ``depths`` for all of them
+    that have no length in their name. lm-eval's own thousands of task files are read only if a name is not found
+    without them, which takes many seconds. Raises ``ValueError`` for a name that nobody knows and for metadata that is
+    the task's own.
     """
     from lm_eval.tasks import TaskManager
 
-    settings = metadata if tokenizer is None else {**metadata, "tokenizer": tokenizer}
-    folders = [TASKS_FOLDER, *include_path]
+    own = [name for name in OF_THE_TASK if name in metadata]
+    if own:
+        raise ValueError(f"metadata {own[0]!r} belongs to the task and is not to be set: choose another task")
+    settings = metadata if tokenizer is None else {"tokenizer": tokenizer, **metadata}
+    folders = [TASKS_FOLDER, *([include_path] if isinstance(include_path, str | Path) else include_path)]
     manager = TaskManager(include_path=folders, include_defaults=False, metadata=settings)
     found = [task_config(name, manager) for name in names]
     if None in found:

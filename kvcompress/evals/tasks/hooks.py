@@ -43,9 +43,9 @@ def generated_documents(
         if close:
             raise ValueError(f"the {family} task has no setting {name!r}; did you mean {close[0]!r}?")
     measure = tokenizer or pretrained
-    if not measure:
+    if not isinstance(measure, str) and not hasattr(measure, "encode"):
         raise ValueError(
-            f"the {family} task measures its length in tokens and needs a tokenizer: pass metadata "
+            f"the {family} task measures its length in tokens and needs a tokenizer, got {measure!r}: pass metadata "
             f"{{'tokenizer': NAME or folder}} or model arguments with pretrained=NAME"
         )
     made = make_samples(
