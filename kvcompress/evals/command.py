@@ -76,7 +76,7 @@ def eval_(
             {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code},
         )
     except KeyboardInterrupt:
-        console.print(f"stopped; finished results are safe in {folder}, the same command goes on", highlight=False)
+        console.print(f"stopped; finished documents are safe in {folder}, the same command goes on", highlight=False)
         raise typer.Exit(130) from None
     _report(results, folder, f"{model}, seed {seed}")
     if all(result.status != "ok" for result in results):
@@ -145,14 +145,18 @@ def _evaluate(
             )
             for method in methods
         ]
-        total, done = len(found) * len(models), 0
+        total, done, running = len(found) * len(models), 0, False
 
         def progress(task: str, method: str, result: EvalResult | None) -> None:
-            nonlocal done
+            nonlocal done, running
             if result is None:
+                running = True
                 console.print(f"{done + 1} of {total}: {task}, {method}", highlight=False, markup=False)
                 return
             done += 1
+            if running and result.reused:
+                console.print(f"{result.reused} answers were kept from a run that stopped", highlight=False)
+            running = False
             if result.status != "ok":
                 console.print(f"failed: {task}, {method}: {result.error}", highlight=False, markup=False)
 

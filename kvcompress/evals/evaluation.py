@@ -14,9 +14,11 @@ import numpy as np
 import torch
 from lm_eval.evaluator import evaluate
 
+from kvcompress.evals.answers import Answers
 from kvcompress.evals.model import CompressedLM, Use
 from kvcompress.evals.results import EvalResult, ResultsFolder, SampleResult
 from kvcompress.measure.record import digest
+from kvcompress.runs.records import RecordsError
 
 if TYPE_CHECKING:
     from lm_eval.api.task import Task
@@ -61,8 +63,8 @@ def evaluate_all(
 ) -> list[EvalResult]:
     """The result of every task under every method, task by task; each is written as soon as it is there.
 
-    What `folder` holds already is not run again. A task that fails under a method gives a result with status
-    "failed" and its error, which the next run tries again.
+    What `folder` holds already is not run again, down to single answers of a task that was stopped. A task that fails
+    under a method gives a result with status "failed" and its error, which the next run tries again.
     """
     results = []
     for task_name, task in tasks.items():
@@ -71,7 +73,12 @@ def evaluate_all(
             done = folder.find(result.key)
             if done is None:
                 progress(task_name, str(lm.method), None)
-                folder.write(result, _run(lm, task, settings, result))
+                own = [settings.seed, result.versions["kvcompress"], result.versions["lm_eval"]]
+                lm.answers = Answers(folder.answers, digest([lm.answers_fingerprint(), *own]))
+                try:
+                    folder.write(result, _run(lm, task, settings, result))
+                finally:
+                    lm.answers = Answers()
             results.append(done or result)
             progress(task_name, str(lm.method), results[-1])
     return results
@@ -127,12 +134,15 @@ def _run(lm: CompressedLM, task: Task, settings: Settings, result: EvalResult) -
         )
         found["config"] = {"model": result.model, "model_args": {"method": result.method}, **result.settings}
         _fill(result, found, lm)
+    except RecordsError:
+        raise
     except Exception as error:
         result.status, result.error = "failed", f"{type(error).__name__}: {error}".strip().splitlines()[0][:500]
         found = None
     finally:
         task.config.num_fewshot = configured
-    result.seconds = time.perf_counter() - start
+    result.reused = lm.answers.found
+    result.seconds = None if result.reused else time.perf_counter() - start
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

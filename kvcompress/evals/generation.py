@@ -9,6 +9,7 @@ from types import MethodType
 from typing import Any
 
 import torch
+from lm_eval.api.instance import Instance
 from torch import Tensor
 from transformers import LogitsProcessor
 
@@ -67,6 +68,32 @@ def as_decoding(wrapped: Wrapped) -> Iterator[None]:
         yield
     finally:
         model._prefill = as_prompt
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A `generate_until` request of lm-eval in tokens.
+
+    The last `tail` of `ids` are decoded behind the compressed rest; at most `room` are generated, under `options`.
+    `repeat` counts those that were asked for the same before.
+    """
+
+    request: Instance
+    text: str
+    ids: tuple[int, ...]
+    tail: int
+    room: int
+    options: str
+    repeat: int = 0
+
+
+@dataclass(frozen=True)
+class Written:
+    """The text generated for a prompt, what its row stored after compression, and whether it met such a cache."""
+
+    text: str
+    stored: StoredKV
+    compressed: bool
 
 
 @dataclass(frozen=True)

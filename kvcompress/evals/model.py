@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -20,11 +22,13 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from kvcompress.evals.answer_cache import AnswerKeys
+from kvcompress.evals.answers import Answers
 from kvcompress.evals.arguments import model_folder, split_list, with_positions
 from kvcompress.evals.fingerprint import answers_fingerprint, tokenizer_fingerprint
 from kvcompress.evals.generate import split_prompt
-from kvcompress.evals.generation import generate_behind
+from kvcompress.evals.generation import Prompt, Written, generate_behind
 from kvcompress.evals.likelihood import Continuation, Likelihood, score
+from kvcompress.evals.memory import Rows, first_rows
 from kvcompress.evals.requests import continuation_of, tokens_behind_cut, windows_of
 from kvcompress.evals.results import all_versions
 from kvcompress.evals.stored import StoredKV
@@ -62,7 +66,7 @@ class CompressedLM(HFLM):
     A context is prefilled without its last token and compressed; that token and what follows are decoded, so that
     even an answer of one token meets the compressed cache. Contexts of generated tasks are cut at their question
     (`split_prompt`): query-agnostic ones before it. `uses` says what each request since the start stored, and
-    `truncated` how many contexts lost their beginning.
+    `truncated` how many contexts lost their beginning. What `answers` keeps is not computed again.
     """
 
     def __init__(
@@ -89,8 +93,8 @@ class CompressedLM(HFLM):
         self.wrapped = wrap(self.model, self.method)
         self.uses: list[Use] = []
         self.truncated = 0
+        self.answers = Answers()
         self._pass = GeneratePass(1)
-        self._largest_batch: int | None = None
         self._options = options
         self._keys: AnswerKeys | None = None
 
@@ -177,22 +181,33 @@ class CompressedLM(HFLM):
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """What the model writes behind each compressed context, up to a stop string; batched as lm-eval's `hf` does."""
-        asked = [self._with_a_token(request) for request in requests]
-        by_tail: dict[int, list[int]] = {}
-        for index, request in enumerate(asked):
-            tail = tokens_behind_cut(request, self._encoded(request.args[0]), self._encoded)
-            by_tail.setdefault(tail or 1, []).append(index)
-        self._count_truncated([self._is_too_long(request) for request in asked])
+        prompts, asked = [], Counter[Any]()
+        for prompt in map(self._prompt, requests):
+            same = prompt.ids, prompt.tail, prompt.options
+            prompts.append(replace(prompt, repeat=asked[same]))
+            asked[same] += 1
+        self._count_truncated([len(prompt.ids) > self.max_length - prompt.room for prompt in prompts])
         self._leave_out(requests)
-        answers: dict[int, str] = {}
-        for tail in sorted(by_tail):
-            self._pass = GeneratePass(tail)
-            same = by_tail[tail]
-            answers.update(zip(same, super().generate_until([asked[i] for i in same], disable_tqdm), strict=True))
-            for index in same:
-                stored, compressed = self._pass.uses[asked[index].args[0]]
-                self.uses.append(Use(requests[index].task_name, requests[index].doc_id, stored, compressed))
-        return [answers[index] for index in range(len(requests))]
+        results: dict[int, Written] = {}
+        together: dict[tuple[int, str], list[int]] = {}
+        for index, prompt in enumerate(prompts):
+            known = self.answers.written(prompt)
+            if known is None:
+                together.setdefault((prompt.tail, prompt.options), []).append(index)
+            else:
+                results[index] = known
+                self.cache_hook.add_partial("generate_until", requests[index].args, known.text)
+        with self._bar(len(requests), disable_tqdm, "generate_until") as bar:
+            bar.update(len(results))
+            for _, indices in sorted(together.items(), key=lambda item: item[0][0]):
+                longest_first = sorted(indices, key=lambda index: (-len(prompts[index].ids), prompts[index].text))
+                for index, result in self._write_all(prompts, longest_first):
+                    self.answers.keep_written(prompts[index], result)
+                    results[index] = result
+                    bar.update()
+        for index, request in enumerate(requests):
+            self.uses.append(Use(request.task_name, request.doc_id, results[index].stored, results[index].compressed))
+        return [results[index].text for index in range(len(requests))]
 
     @property
     def prefix_token_id(self) -> int:
@@ -235,11 +250,43 @@ class CompressedLM(HFLM):
         padding: Any = self.tokenizer.pad_token_id
         return pad_sequence([result.ids for result in results], batch_first=True, padding_value=padding)
 
-    def _detect_batch_size(self, requests: Sequence[Any] | None = None, pos: int = 0) -> int:
-        """lm-eval's search with the plain model, once."""
-        found = self._largest_batch or int(super()._detect_batch_size(requests, pos))
-        self._largest_batch = found
-        return found
+    def _prompt(self, request: Instance) -> Prompt:
+        """A `generate_until` request in tokens; one with an empty context gets the prefix token."""
+        text, options = cast("tuple[str, dict[str, Any]]", request.args)
+        if not text or not self._encoded(text):
+            text = self.tokenizer.decode([self.prefix_token_id])
+            request = replace(request, arguments=(text, options))
+        ids = self._encoded(text)
+        asked: dict[str, Any] = dict(normalize_gen_kwargs(options, self.max_gen_toks))
+        tail = tokens_behind_cut(request, ids, self._encoded) or 1
+        return Prompt(request, text, tuple(ids), tail, int(asked["max_gen_toks"]), json.dumps(options, default=str))
+
+    def _write(self, batch: list[Prompt]) -> list[Written]:
+        """What lm-eval's `hf` generates for prompts of the same options and tail, all at once."""
+        self._pass = GeneratePass(batch[0].tail)
+        asked, self.batch_size_per_gpu = self.batch_size_per_gpu, len(batch)
+        try:
+            texts = super().generate_until([prompt.request for prompt in batch], disable_tqdm=True)
+        finally:
+            self.batch_size_per_gpu = asked
+        return [Written(text, *self._pass.uses[prompt.text]) for text, prompt in zip(texts, batch, strict=True)]
+
+    def _write_all(self, prompts: list[Prompt], left: list[int]) -> Iterator[tuple[int, Written]]:
+        """The texts of the prompts `left`, the longest of which is first, each as soon as it is known."""
+        longest = min(len(prompts[left[0]].ids) + prompts[left[0]].room, self.max_length)
+        rows = Rows(self._first_rows(longest), longest)
+        while left:
+            batch = left[: rows.count]
+            found = rows.attempt(lambda batch=batch: self._write([prompts[index] for index in batch]))
+            if found is not None:
+                yield from zip(batch, found, strict=True)
+                left = left[len(batch) :]
+
+    def _first_rows(self, longest: int) -> int:
+        return first_rows(self.batch_size, self.max_batch_size, longest, self.device)
+
+    def _bar(self, total: int, disable_tqdm: bool, what: str) -> tqdm[Any]:
+        return tqdm(total=total, disable=disable_tqdm or self.rank != 0, desc=f"Running {what} requests")
 
     def _score(
         self,
@@ -249,39 +296,44 @@ class CompressedLM(HFLM):
         what: str,
         measure_at_end: bool = False,
     ) -> list[Likelihood]:
-        rows = self._detect_batch_size() if self.batch_size == "auto" else int(self.batch_size)
-        quiet = disable_tqdm or self.rank != 0
-        with self.running() as wrapped, tqdm(total=len(items), disable=quiet, desc=f"Running {what} requests") as bar:
+        results: dict[int, Likelihood] = {}
+        with self._bar(len(items), disable_tqdm, what) as bar:
 
-            def on_result(index: int, result: Likelihood) -> None:
+            def told(index: int, result: Likelihood) -> None:
+                results[index] = result
                 bar.update()
                 if done is not None:
                     done(index, result)
 
-            return score(
-                wrapped,
-                items,
-                rows=rows,
-                longest=self.max_length,
-                chunk=self.prefill_chunk,
-                padding_id=PADDING,
-                softmax_dtype=self.softmax_dtype,
-                measure_at_end=measure_at_end,
-                on_result=on_result,
-            )
+            def rest() -> None:
+                left = [index for index in range(len(items)) if index not in results]
 
-    def _with_a_token(self, request: Instance) -> Instance:
-        """The request; one with an empty context gets the prefix token, as in `loglikelihood`."""
-        if request.args[0] and self._encoded(request.args[0]):
-            return request
-        prefix = self.tokenizer.decode([self.prefix_token_id])
-        return replace(request, arguments=(prefix, *request.args[1:]))
+                def on_result(place: int, result: Likelihood) -> None:
+                    self.answers.keep_likelihood(items[left[place]], measure_at_end, result)
+                    told(left[place], result)
 
-    def _is_too_long(self, request: Instance) -> bool:
-        """Whether a context and what may be generated behind it exceed the model's length."""
-        context, options = cast("tuple[str, dict[str, Any]]", request.args)
-        asked: dict[str, Any] = dict(normalize_gen_kwargs(options, self.max_gen_toks))
-        return len(self._encoded(context)) > self.max_length - asked["max_gen_toks"]
+                with self.running() as wrapped:
+                    score(
+                        wrapped,
+                        [items[index] for index in left],
+                        rows=rows.count,
+                        longest=self.max_length,
+                        chunk=self.prefill_chunk,
+                        padding_id=PADDING,
+                        softmax_dtype=self.softmax_dtype,
+                        measure_at_end=measure_at_end,
+                        on_result=on_result,
+                    )
+
+            for index, item in enumerate(items):
+                known = self.answers.likelihood(item, measure_at_end)
+                if known is not None:
+                    told(index, known)
+            longest = max((len(item.prompt) + len(item.fed) for item in items), default=1)
+            rows = Rows(self._first_rows(longest), longest)
+            while len(results) < len(items):
+                rows.attempt(rest)
+        return [results[index] for index in range(len(items))]
 
     def _leave_out(self, requests: list[Instance]) -> None:
         """Keeps the answers to requests that were cut at a question out of lm-eval's answer cache."""

@@ -12,6 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from kvcompress.evals.answer_file import AnswerFile
 from kvcompress.measure.record import digest, versions
 from kvcompress.runs.records import only_writer, write_whole
 
@@ -43,6 +44,7 @@ class EvalResult:
     `score` and `stderr` are those of `metric` as lm-eval computes them, `scores` holds all its metrics.
     `sample_score` says what `SampleResult.score` is where it is not the metric itself. Bytes are a sample's mean,
     spare apart. `compressed` counts the samples of which a token was evicted or packed when they were scored.
+    `reused` answers are those of an earlier run that was stopped; `seconds` is null then.
     """
 
     key: str
@@ -66,6 +68,7 @@ class EvalResult:
     samples: list[SampleResult] = field(default_factory=list)
     compressed: int = 0
     truncated: int = 0
+    reused: int = 0
     kv_bytes: float | None = None
     kv_bytes_exact: float | None = None
     memory_ratio: float | None = None
@@ -98,16 +101,24 @@ class EvalResult:
 
 
 class ResultsFolder:
-    """`results/` and `lm_eval/` of a folder, a file for each key in both. `refused` says what could not be read."""
+    """`results/` and `lm_eval/` of a folder, a file for each key in both, and the `answers` of unfinished ones, too.
+
+    `refused` says what could not be read.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.answers = AnswerFile(folder)
         self.refused: list[str] = []
 
     @contextmanager
     def opened(self) -> Iterator[ResultsFolder]:
         """Holds the folder for one writer. Raises RecordsError if it cannot be written or another run is in it."""
         with only_writer(self.folder, "results", "lm_eval"):
+            self.answers.go_on()
+            if self.answers.dropped:
+                numbers = ", ".join(map(str, self.answers.dropped))
+                self.refused.append(f"{self.answers.path.name}: no whole answers in line {numbers}; computed again")
             yield self
 
     def find(self, key: str) -> EvalResult | None:

@@ -63,9 +63,13 @@ class LineFile(Generic[R]):
     def opened(self) -> Iterator[LineFile[R]]:
         """Holds the folder for one writer. Raises RecordsError if it cannot be written or another run is in it."""
         with only_writer(self.folder):
-            self._mend()
-            self.read()
+            self.go_on()
             yield self
+
+    def go_on(self) -> None:
+        """Mends and reads what an earlier run left. For who holds the folder."""
+        self._mend()
+        self.read()
 
     def read(self) -> dict[Key, R]:
         """All whole records; the numbers of the other lines are in `dropped`. A killed run leaves half a line."""

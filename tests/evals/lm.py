@@ -1,5 +1,6 @@
 """A tiny random model behind lm-eval's interface, and requests and tasks to put to it."""
 
+from collections.abc import Callable
 from functools import cache
 from random import Random
 from typing import Any
@@ -22,6 +23,7 @@ LENGTH = 300
 def model() -> LlamaForCausalLM:
     """Two layers, GQA, initialised widely enough that every key counts."""
     torch.manual_seed(0)
+    special: Any = trained()
     config = LlamaConfig(
         vocab_size=len(trained()),
         hidden_size=64,
@@ -31,8 +33,8 @@ def model() -> LlamaForCausalLM:
         num_key_value_heads=2,
         max_position_embeddings=LENGTH,
         initializer_range=0.2,
-        bos_token_id=trained().bos_token_id,
-        eos_token_id=trained().eos_token_id,
+        bos_token_id=special.bos_token_id,
+        eos_token_id=special.eos_token_id,
     )
     return LlamaForCausalLM(config).eval()
 
@@ -99,3 +101,31 @@ def scores(model: Any, *tasks: Any, shots: int = 0, limit: int | None = None) ->
         task.set_fewshot_seed(1)
     named: Any = {"tasks": {task.task_name: task for task in tasks}, "groups": {}}
     return evaluate(model, named, limit=limit, bootstrap_iters=0)
+
+
+def likelihoods(model: Any) -> Any:
+    """Two choices behind each of five contexts."""
+    contexts = [text(length, start) for length, start in ((300, 0), (200, 90), (140, 400), (60, 800), (240, 50))]
+    pairs = [(context, choice) for context in contexts for choice in (" ba", " gilo funa")]
+    return model.loglikelihood(requests("loglikelihood", pairs), True)
+
+
+def texts(model: Any) -> Any:
+    """Whole texts."""
+    # Letters that the tokenizer has no merges of, so that three texts are equally long.
+    asked = [*(" ".join([letter] * 30) for letter in "xqz"), text(200), text(90)]
+    return model.loglikelihood_rolling(requests("loglikelihood_rolling", [(each,) for each in asked]), True)
+
+
+def answers(model: Any) -> Any:
+    """Generated texts."""
+    asked = [(text(length, length), {"until": [], "max_gen_toks": 6}) for length in (300, 200, 140, 60, 240)]
+    return model.generate_until(requests("generate_until", asked), True)
+
+
+ASK: list[Callable[[Any], Any]] = [likelihoods, texts, answers]
+
+
+def flat(results: Any) -> list[Any]:
+    """The values of all results."""
+    return [value for result in results for value in (result if isinstance(result, tuple) else (result,))]
