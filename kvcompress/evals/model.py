@@ -210,6 +210,11 @@ class CompressedLM(HFLM):
         return [results[index].text for index in range(len(requests))]
 
     @property
+    def tokenizer_name(self) -> str:
+        """lm-eval's, and what the chat is written with: by this name it finds the requests of a chat that it kept."""
+        return f"{super().tokenizer_name}-{digest([self.tokenizer_fingerprint, self.chat_template_args])}"
+
+    @property
     def prefix_token_id(self) -> int:
         """lm-eval's: BOS, else EOS, to stand for an empty context.
 
