@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from kvcompress.cache_layer import CacheLayer
+from kvcompress.cache_layer import CacheLayer, refuse_gradients
 from kvcompress.errors import WrapError
 from kvcompress.kernels import choose
 from kvcompress.kernels.attention import naive, sdpa
@@ -41,6 +41,7 @@ def attention(
         raise WrapError(
             "a ready-made 4-D attention mask cannot be used with a compressed cache; pass the 2-D padding mask"
         )
+    refuse_gradients(query)
     if scaling is None:
         scaling = 1 / math.sqrt(query.shape[-1])
     if isinstance(key, Tensor):

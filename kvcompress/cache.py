@@ -206,6 +206,14 @@ class CompressedCache(Cache):
         ends = prefill and after == self.prompt_lengths
         self._call = Call(columns, counts, prefill, ends)
 
+    def abandon_call(self) -> None:
+        """Ends a forward pass that failed. If no layer had stored anything yet, the cache is as it was before it."""
+        if self._call is None or any(layer.store.seen != self.seen_tokens for layer in self.layers):
+            return
+        self._call = None
+        if self.columns == 0:
+            self.seen_tokens, self.prefill_until = [], None
+
     def _start(self, rows: int) -> None:
         self.seen_tokens, self.turned_back = [0] * rows, [0] * rows
         for layer in self.layers:

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from kvcompress.budget import LayerShape
-from kvcompress.errors import CacheError
+from kvcompress.errors import CacheError, WrapError
 from kvcompress.kernels.softmax import Softmax
 from kvcompress.methods.base import Ends, Evicting
 from kvcompress.methods.view import LayerView, RecentQueries
@@ -27,6 +27,12 @@ if TYPE_CHECKING:
 
 
 UNCHANGED = nullcontext()
+
+
+def refuse_gradients(*tensors: Tensor) -> None:
+    """Raises WrapError if a gradient would flow through any of them: what a cache stores or evicts gives none back."""
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        raise WrapError("gradients do not flow through a compressed cache; call the model under torch.no_grad()")
 
 
 class CacheLayer(CacheLayerMixin):
@@ -76,6 +82,7 @@ class CacheLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Appends keys and values [B, H, T, D] of the call that the cache has begun; padding is dropped."""
+        refuse_gradients(key_states, value_states)
         if self.shape is None:
             _, heads, _, dim = key_states.shape
             self.shape = LayerShape(heads, dim, value_states.shape[-1], key_states.element_size(), self.window)

@@ -22,21 +22,27 @@ if TYPE_CHECKING:
 
 def generate(wrapped: Wrapped, ids: Tensor | None, cache: CompressedCache | None, options: dict[str, Any]) -> Any:
     """`Wrapped.generate`."""
-    if ids is None:
-        raise WrapError("generate needs input ids [batch, columns]")
-    check_ids(ids, wrapped.vocabulary)
     if cache is not None:
         wrapped.check(cache)
         options[wrapped.cache_name] = cache
-        if cache.columns:
-            cache.check_rows(len(ids))
-            mask = options.pop("attention_mask", None)
-            mask = torch.ones_like(ids) if mask is None else mask
-            new_columns(mask, *ids.shape)
-            check_past(mask, cache, ids.shape[1])
-            past = past_mask(cache, ids.device).to(mask.dtype)
-            options["attention_mask"] = torch.cat([past, mask[:, mask.shape[1] - ids.shape[1] :]], 1)
     generate: Any = wrapped.model.generate
+    if ids is None:
+        if options.get("inputs_embeds") is None:
+            raise WrapError("generate needs input ids [batch, columns]")
+        return generate(**options)
+    check_ids(ids, wrapped.vocabulary)
+    if cache is not None and cache.columns:
+        if options.get("inputs_embeds") is not None:
+            raise WrapError(
+                f"inputs_embeds beside ids on a cache that has seen {cache.columns} columns; give the new ids"
+            )
+        cache.check_rows(len(ids))
+        mask = options.pop("attention_mask", None)
+        mask = torch.ones_like(ids) if mask is None else mask
+        new_columns(mask, *ids.shape)
+        check_past(mask, cache, ids.shape[1])
+        past = past_mask(cache, ids.device).to(mask.dtype)
+        options["attention_mask"] = torch.cat([past, mask[:, mask.shape[1] - ids.shape[1] :]], 1)
     return generate(ids, **options)
 
 
@@ -68,11 +74,23 @@ def prefill(
     if not isinstance(cache, CompressedCache):
         return own(*args, **kwargs)
     mask, embeds = model_kwargs.get("attention_mask"), model_kwargs.get("inputs_embeds")
-    columns = input_ids.shape[1] if embeds is None or cache.columns else embeds.shape[1]
-    if cache.columns and mask_width(mask, generation_config) == input_ids.shape[1]:
+    columns, width = input_ids.shape[1], mask_width(mask, generation_config)
+    if embeds is not None:  # those of the whole text, as transformers has it
+        columns = embeds.shape[1] - cache.columns
+    elif cache.columns and width == columns:
         columns -= cache.columns
     if columns < 1:
-        raise WrapError(f"the cache has seen {cache.columns} columns already; give generate at least one new token")
+        given = (
+            "" if embeds is None else f", but inputs_embeds are {embeds.shape[1]}: generate takes those of all of them"
+        )
+        raise WrapError(
+            f"the cache has seen {cache.columns} columns already{given}; give generate at least one new token"
+        )
+    if width is not None and width != cache.columns + columns:
+        raise WrapError(
+            f"attention_mask is {[len(input_ids), width]}, expected {cache.columns + columns} columns: one for each of "
+            f"these {columns}" + (f" and of the {cache.columns} that the cache has seen" if cache.columns else "")
+        )
     if input_ids.numel():
         check_ids(input_ids, wrapped.vocabulary)
     counts, chunk = new_columns(mask, input_ids.shape[0], columns), generation_config.prefill_chunk_size
@@ -80,7 +98,7 @@ def prefill(
     # Whatever else the model is given may change the KV of the same ids.
     others = {name: model_kwargs[name] for name in model_kwargs.keys() - {"attention_mask", "position_ids"}}
     alone = chunk is None and not any(isinstance(value, Tensor) for value in others.values())
-    source = {"input_ids": input_ids[:, -columns:]} if embeds is None or cache.columns else {"inputs_embeds": embeds}
+    source = {"input_ids": input_ids[:, -columns:]} if embeds is None else {"inputs_embeds": embeds[:, -columns:]}
     with (
         _repeated(cache, len(counts), generation_config),
         wrapped.prompt(cache, counts, columns, input_ids if alone else None, chunk) as reuse,

@@ -131,10 +131,9 @@ def prepare(cache: CompressedCache, arguments: dict[str, Any], vocabulary: int |
         raise WrapError("neither input_ids nor inputs_embeds was given")
     if ids is not None:
         check_ids(ids, vocabulary)
-    elif source.dim() != 3 or not source.numel():
-        raise WrapError(
-            f"inputs_embeds are {list(source.shape)}, expected [batch, columns, hidden size], none of them 0"
-        )
+    elif not isinstance(source, Tensor) or source.dim() != 3 or not source.numel():
+        given = list(source.shape) if isinstance(source, Tensor) else f"a {type(source).__name__}"
+        raise WrapError(f"inputs_embeds are {given}, expected a tensor [batch, columns, hidden size], none of them 0")
     rows, columns = source.shape[:2]
     counts = new_columns(arguments.get("attention_mask"), rows, columns)
     if cache.prefill_until is None and not all(counts):

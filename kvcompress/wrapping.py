@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,7 @@ from transformers import PreTrainedModel
 
 from kvcompress import attention, generate
 from kvcompress.cache import CompressedCache
+from kvcompress.cache_layer import refuse_gradients
 from kvcompress.compat import cache_argument
 from kvcompress.decoder import decoder_of, layer_windows
 from kvcompress.errors import CacheError, WrapError
@@ -86,12 +88,13 @@ class Wrapped:
             )
         attention.register()
         self._set(self.model, "_kvcompress_wrapped", self)
+        self._set(self.model, "__deepcopy__", self._copy_of_model)
         for config in attention.configs_of(self.model):
             self._set(config, "_attn_implementation_internal", attention.NAME)
         self._set(self.model, "_prepare_cache_for_generation", partial(generate.prepare_cache, self))
         self._set(self.model, "_prefill", partial(generate.prefill, self))
         before = self.decoder.register_forward_pre_hook(self._before, with_kwargs=True)
-        after = self.decoder.register_forward_hook(self._after, with_kwargs=True)
+        after = self.decoder.register_forward_hook(self._after, with_kwargs=True, always_call=True)
         self._undo += [before.remove, after.remove]
         return self
 
@@ -105,6 +108,20 @@ class Wrapped:
         while self._undo:
             self._undo.pop()()
 
+    def _copy_of_model(self, memo: dict[int, Any]) -> PreTrainedModel:
+        """What copy.deepcopy(model) gives inside the block: the model as it is outside."""
+        self.unwrap()
+        try:
+            return copy.deepcopy(self.model, memo)
+        finally:
+            self.__enter__()
+
+    def __reduce__(self) -> Any:
+        raise WrapError(
+            "a part of a wrapped model cannot be copied or pickled; copy.deepcopy(model) gives the whole one as it is "
+            "outside, or leave the `with wrap(...)` block first"
+        )
+
     @property
     def cache(self) -> CompressedCache:
         """The last cache used. Raises CacheError before the first call."""
@@ -112,17 +129,18 @@ class Wrapped:
             raise CacheError("no cache has been used yet; call prefill or generate first")
         return self._cache
 
-    def new_cache(self, gather_for: Sequence[Method] = ()) -> CompressedCache:
+    def new_cache(self, gather_for: Sequence[Method | str] | Method | str = ()) -> CompressedCache:
         """An empty cache under this method.
 
-        With the exact method, `gather_for` names the methods for which a prefill should also gather scores, so that
-        `cache.compress_as(method)` can follow.
+        With the exact method, `gather_for` names the methods (objects or text forms) for which a prefill should also
+        gather scores, so that `cache.compress_as(method)` can follow.
         """
+        asked = [gather_for] if isinstance(gather_for, Method | str) else gather_for
         if gather_for and not isinstance(self.method, Exact):
             raise CacheError(f"only the exact method gathers for others, this wrapper's is {self.method}")
         turning = self.method.position_mode == "cache"
         return CompressedCache(
-            self.method, self.windows, self.identity, self.rotaries() if turning else None, tuple(gather_for)
+            self.method, self.windows, self.identity, self.rotaries() if turning else None, tuple(map(parse, asked))
         )
 
     @property
@@ -272,14 +290,18 @@ class Wrapped:
             )
             return None
         self.check(cache)
-        if torch.is_grad_enabled() and any(weight.requires_grad for weight in self.model.parameters()):
-            raise WrapError("gradients do not flow through a compressed cache; call the model under torch.no_grad()")
+        given = [value for value in arguments.values() if isinstance(value, torch.Tensor)]
+        refuse_gradients(*given, *(self.model.parameters() if torch.is_grad_enabled() else ()))
         self._cache = cache
         return (), prepare(cache, arguments, self.vocabulary)
 
     def _after(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         cache = cache_in(kwargs)
-        if isinstance(cache, CompressedCache):
+        if not isinstance(cache, CompressedCache):
+            return
+        if output is None:  # the pass failed
+            cache.abandon_call()
+        else:
             finish(cache, output[0])
 
     def _set(self, target: Any, name: str, value: Any) -> None:

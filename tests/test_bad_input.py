@@ -85,6 +85,19 @@ REFUSED: dict[str, tuple[Feed, str]] = {
         r"is \[1, 9\], expected \[1, at least 20",
     ),
     "a mask too wide": (lambda w, c: w.prefill(text(), torch.ones(1, 29), c), r"is \[1, 29\], expected 20 columns"),
+    "a mask too wide, to generate": (
+        lambda w, c: w.generate(text(), c, attention_mask=torch.ones(1, 29, dtype=torch.long), **NEW),
+        r"attention_mask is \[1, 29\], expected 20 columns",
+    ),
+    "a mask too narrow, to generate": (
+        lambda w, c: w.generate(text(), c, attention_mask=torch.ones(1, 9, dtype=torch.long), **NEW),
+        r"attention_mask is \[1, 9\], expected 20 columns",
+    ),
+    "ids of numpy": (lambda w, c: w.prefill(text().numpy(), cache=c), "ids are a ndarray, expected an integer tensor"),  # pyright: ignore[reportArgumentType]
+    "embeddings as a list": (
+        lambda w, c: w.model(inputs_embeds=[[0.0]], **{w.cache_name: c}),
+        r"inputs_embeds are a list, expected a tensor \[batch",
+    ),
     "a mask of other rows": (lambda w, c: w.prefill(text(), torch.ones(2, 20), c), r"is \[2, 20\], expected \[1, at"),
     "positions that count down": (
         lambda w, c: w(text(), c, position_ids=torch.arange(20).flip(0)[None]),
@@ -178,6 +191,20 @@ AGAIN: dict[str, tuple[Feed, str]] = {
     "a mask of the past that shows padding": (
         lambda w, c: w.generate(text(2, 3), c, attention_mask=torch.ones(2, 23, dtype=torch.long), **NEW),
         "row 1 of attention_mask has 20 tokens before the new ones, but the cache was fed 12",
+    ),
+    "a mask too wide, to the model's generate": (
+        lambda w, c: w.model.generate(
+            text(2, 3), attention_mask=torch.ones(2, 29, dtype=torch.long), **{w.cache_name: c}, **NEW
+        ),
+        r"attention_mask is \[2, 29\], expected 23 columns: one for each of these 3 and of the 20 that the cache has",
+    ),
+    "embeddings of what is new alone": (
+        lambda w, c: w.generate(inputs_embeds=w.model.get_input_embeddings()(text(2, 3)), cache=c, **NEW),
+        "has seen 20 columns already, but inputs_embeds are 3: generate takes those of all",
+    ),
+    "embeddings beside ids": (
+        lambda w, c: w.generate(text(2, 3), c, inputs_embeds=w.model.get_input_embeddings()(text(2, 3)), **NEW),
+        "inputs_embeds beside ids on a cache that has seen 20 columns; give the new ids",
     ),
     "a mask of neither": (
         lambda w, c: w(text(2, 3), c, torch.ones(2, 9)),

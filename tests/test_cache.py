@@ -230,3 +230,17 @@ def test_half_precision_is_stored_as_it_is_and_scored_in_single(method: str, dty
         assert {part.buffer.dtype for part in layer.store.filled} == {dtype}
         assert layer.store.scores is None or layer.store.scores.buffer.dtype == torch.float32
     assert cache.exact_nbytes == 2 * (69 + 60) * 2 * 2 * 16 * 2
+
+
+def test_gather_for_takes_text_forms_and_a_single_method() -> None:
+    ids = torch.randint(3, VOCABULARY, (1, 40), generator=torch.Generator().manual_seed(1))
+    method = kvc.SnapKV(12, window=4)
+    with kvc.wrap(MODEL, "exact") as wrapped:
+        kept = []
+        for asked in ((method,), method, str(method), [str(method), "h2o(budget=10)"]):
+            cache = wrapped.new_cache(gather_for=asked)
+            wrapped.prefill(ids, cache=cache)
+            kept.append(cache.compress_as(method).kept(1))
+        assert all(torch.equal(each, kept[0]) for each in kept)
+        with pytest.raises(kvc.MethodError, match="snapvk"):
+            wrapped.new_cache(gather_for=["snapvk(budget=12)"])

@@ -72,3 +72,15 @@ def test_a_turn_with_beams_that_fails_at_once_leaves_the_cache_as_it_was(method:
             wrapped.generate(NEW, cache=cache, **BEAMS)
         hook.remove()
         assert torch.equal(wrapped(NEW, cache=cache).logits, wrapped(NEW, cache=fork).logits)
+
+
+def test_a_further_turn_of_embeddings_takes_those_of_the_whole_text() -> None:
+    model, whole = tiny("llama"), torch.cat([FIRST, NEW], 1)[:1]
+    embeds, options = model.get_input_embeddings()(whole), {"max_new_tokens": 5, "do_sample": False}
+    expected = model.generate(whole, **options)[:, 28:]
+    with kvc.wrap(model, "exact") as wrapped:
+        cache = wrapped.new_cache()
+        assert torch.equal(wrapped.generate(inputs_embeds=embeds, **options), expected)
+        wrapped.prefill(FIRST[:1], cache=cache)
+        assert torch.equal(wrapped.generate(inputs_embeds=embeds, cache=cache, **options), expected)
+        assert torch.equal(wrapped.generate(inputs_embeds=embeds, prefill_chunk_size=9, **options), expected)
