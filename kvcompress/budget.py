@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from bisect import bisect_right
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +16,14 @@ if TYPE_CHECKING:
     from kvcompress.methods.base import Method
 
 Budget = int | float | str
-"""`1024` tokens, `0.25` of the prompt, or `"64MiB"` for the whole cache."""
+"""`1024` tokens, `0.25` of the prompt, or `"64MiB"` for the whole cache.
+
+Bytes are an upper limit: at every step under a method that acts on every call; when prefill ends under one that acts
+then, whose cache grows with every token that is decoded. Tokens and ratios limit tokens, not what holes take.
+"""
+
+MANY = 2**50
+"""What fits at this many tokens has no limit."""
 
 _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "ki": 1024, "mi": 1024**2, "gi": 1024**3}
 
@@ -75,46 +82,82 @@ def resolve(budget: Budget, prompt_lengths: list[int], tokens_within: Callable[[
     return [budget] * len(prompt_lengths)
 
 
-def method_bytes(method: Method, shapes: Counter[LayerShape], rows: int, kept: int, seen: int) -> int:
-    """Bytes that `method` stores for `kept` of `seen` tokens in each of `rows` rows, spare apart."""
+def method_bytes(method: Method, shapes: Counter[LayerShape], kept: list[int], seen: list[int]) -> int:
+    """Bytes that `method` stores right after one prefill that kept `kept[b]` of row b's `seen[b]` tokens, spare apart.
+
+    `shapes`: how many layers there are of each shape.
+    """
 
     def of_layer(shape: LayerShape) -> int:
         if shape.window is None:
             return method.stored_bytes(shape, kept, seen)
-        positions = 4 * shape.window if seen > shape.window else 0
-        return shape.exact_bytes(seen) + positions
+        return len(seen) * sliding_bytes(shape, max(seen))
+
+    return sum(number * of_layer(shape) for shape, number in shapes.items())
+
+
+def most_bytes(method: Method, shapes: Counter[LayerShape], rows: int, kept: int) -> int:
+    """The most that `method` ever stores after a call that leaves at most `kept` tokens of a row, holes counted."""
+
+    def of_layer(shape: LayerShape) -> int:
+        return method.most_bytes(shape, kept) if shape.window is None else sliding_bytes(shape, shape.window + 1)
 
     return rows * sum(number * of_layer(shape) for shape, number in shapes.items())
 
 
-def tokens_within(limit: int, method: Method, shapes: Counter[LayerShape], rows: int, longest: int) -> int:
-    """The largest number of tokens a row whose stored bytes fit into `limit`; the longest prompt has `longest`.
+def sliding_bytes(shape: LayerShape, seen: int) -> int:
+    """Bytes that one row of a sliding layer stores after `seen` tokens: its window, and positions once it is full."""
+    assert shape.window is not None
+    return shape.exact_bytes(seen) + (4 * shape.window if seen > shape.window else 0)
 
-    Raises ValueError if not one token fits.
+
+def tokens_within(
+    limit: int, method: Method, shapes: Counter[LayerShape], prompts: list[int], first: bool = True
+) -> int:
+    """The most tokens that a row may keep while the cache of all rows stays within `limit` bytes.
+
+    Under a method that acts on every call: at every step, at every length, whatever holes packing leaves. Under one
+    that acts when prefill ends: right after it, for rows of `prompts[b]` tokens; `first` says that the cache was
+    empty before. Raises ValueError if not one token fits.
     """
-    # Where the whole prompt fits, nothing is evicted and no positions are stored.
-    room = longest if method_bytes(method, shapes, rows, longest, longest) <= limit else 0
+    longest = max(prompts)
+    if method.grows and first:
+        most = longest
 
-    def bytes_of(tokens: int) -> int:
-        return method_bytes(method, shapes, rows, tokens, max(longest, tokens + 1))
+        def bytes_of(tokens: int) -> int:
+            return method_bytes(method, shapes, [min(tokens, prompt) for prompt in prompts], prompts)
+    else:
+        most = MANY
 
-    if room and bytes_of(1) > limit:
-        return room
-    packing = method.packing
-    period = 1 if packing is None else math.lcm(packing.residual, LANES)
-    far = 64 * max(period, *(shape.window or 0 for shape in shapes))
-    grows = bytes_of(far + period) - bytes_of(far)  # from here on the same for every further period
-    return max(room, largest_fitting(bytes_of, limit, far + period * (limit // grows + 1), period))
+        def bytes_of(tokens: int) -> int:
+            return most_bytes(method, shapes, len(prompts), tokens)
 
-
-def largest_fitting(bytes_of: Callable[[int], int], limit: int, most: int, period: int = 1) -> int:
-    """The largest number of tokens in [1, most] with `bytes_of(tokens) <= limit`.
-
-    `bytes_of` must not fall from one number to that plus `period`; in between it may, as it does where packing begins.
-    Raises ValueError if not one token fits.
-    """
-    if bytes_of(1) > limit:
+    found = largest_fitting(lambda tokens: bytes_of(tokens) <= limit, most, period_of(method))
+    if not found:
         raise ValueError(f"a budget of {limit:,} bytes does not hold one token ({bytes_of(1):,} bytes); give more")
-    candidates = (range(offset, most + 1, period) for offset in range(1, min(period, most) + 1))
-    fitting = ((tokens, bisect_right(tokens, limit, key=bytes_of)) for tokens in candidates)
-    return max(tokens[count - 1] for tokens, count in fitting if count)
+    return found
+
+
+def period_of(method: Method) -> int:
+    """Tokens after which the bytes of a method repeat, but for what each token adds: they fall where packing begins."""
+    return 1 if method.packing is None else math.lcm(method.packing.residual, LANES)
+
+
+def largest_fitting(fits: Callable[[int], bool], most: int = MANY, period: int = 1) -> int:
+    """The largest number in [1, most] that fits; 0 if none does.
+
+    Where a number fits, so must the one `period` below it; in between it may be otherwise.
+    """
+    if fits(most):
+        return most
+
+    def last_in(block: int) -> int:
+        numbers = range(min(most, (block + 1) * period), block * period, -1)
+        return next((number for number in numbers if fits(number)), 0)
+
+    blocks, beyond = -(-most // period), 1
+    while beyond < blocks and last_in(beyond):
+        beyond *= 2
+    candidates = range(beyond // 2, min(beyond, blocks))
+    fitting = bisect_left(candidates, True, key=lambda block: not last_in(block))
+    return last_in(candidates[fitting - 1]) if fitting else 0

@@ -69,6 +69,7 @@ class CompressedCache(Cache):
         self.reused_tokens = 0  # of each row, what a prefix cache served
         self.recorder: Reuse | None = None
         self._fitting: tuple[Any, int] | None = None  # what was last asked of tokens_within, and the answer
+        self._first_prompt = True  # whether nothing was fed before the prompt that was fed last
 
     @property
     def rows(self) -> int:
@@ -134,14 +135,16 @@ class CompressedCache(Cache):
         return sum(exact_bytes(layer, self.seen_tokens) for layer in self.layers)
 
     def tokens_within(self, limit: int) -> int:
-        """How many tokens a row keep the whole cache within `limit` bytes right after prefill; fixed from then on.
+        """How many tokens a row keep the whole cache within `limit` bytes.
 
-        More than the prompt has, if there is room: then that many while decoding.
+        At every step under a method that acts on every call, right after prefill under one that acts then. A fork
+        into more rows leaves fewer to each.
         """
-        asked = limit, sum(layer.shape is not None for layer in self.layers)
+        asked = limit, self.rows, sum(layer.shape is not None for layer in self.layers)
         if self._fitting is None or self._fitting[0] != asked:
-            longest = max(self.prompt_lengths)
-            self._fitting = asked, tokens_within(limit, self.method, shapes_of(self.layers), self.rows, longest)
+            shapes = shapes_of(self.layers)
+            fitting = tokens_within(limit, self.method, shapes, self.prompt_lengths, self._first_prompt)
+            self._fitting = asked, fitting
         return self._fitting[1]
 
     def expect_prefill(self, counts: list[int], columns: int) -> None:
@@ -150,6 +153,7 @@ class CompressedCache(Cache):
         seen = self.seen_tokens or [0] * len(counts)
         self.prompt_lengths = [old + new for old, new in zip(seen, counts, strict=True)]
         self._fitting = None
+        self._first_prompt = self.columns == 0
         for layer in self.layers:
             layer.recent = None
 

@@ -18,6 +18,7 @@ from kvcompress.errors import CacheError, WrapError
 from kvcompress.kernels.softmax import Softmax
 from kvcompress.methods.base import Ends, Evicting
 from kvcompress.methods.view import LayerView, RecentQueries
+from kvcompress.stores import holes
 from kvcompress.stores.dense import DenseStore
 from kvcompress.stores.packed import PackedStore
 
@@ -79,6 +80,12 @@ class CacheLayer(CacheLayerMixin):
         """Makes the empty store for a batch of `rows`."""
         self.store = self.cache.method.new_store(rows) if self.compresses else DenseStore(rows)
         self.store.with_scores = self.compresses and self.cache.gathers_scores
+        self.bound_spare()
+
+    def bound_spare(self) -> None:
+        """Under a budget in bytes, no more room to grow than an eighth of what is stored, however little that is."""
+        if self.cache.method.byte_budget is not None:
+            self.store.set_floor(0)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Appends keys and values [B, H, T, D] of the call that the cache has begun; padding is dropped."""
@@ -117,11 +124,35 @@ class CacheLayer(CacheLayerMixin):
         if packing is not None and not waits:
             assert isinstance(self.store, PackedStore)
             self.store.pack()
+            if evicting is not None and (evicting.acts == "every_call" or call.ends_prefill):
+                self._hold_bytes(evicting, self.store)
         if call.ends_prefill and not self.cache.gathers:
             self.recent = None
 
-    def _evict(self, method: Evicting) -> None:
-        view = LayerView(self.store, self.cache.prompt_lengths, self.cache.tokens_within, self.recent)
+    def _hold_bytes(self, method: Evicting, store: PackedStore) -> None:
+        """Gives up whole units where holes take more than a budget in bytes has room for."""
+        if method.byte_budget is None:
+            return
+        tokens = self.cache.tokens_within(method.byte_budget)
+        apart = store.front_size + store.residual
+        if method.acts == "every_call" and tokens < apart and any(store.keys.counts):
+            raise CacheError(
+                f"the budget of {method.byte_budget:,} bytes holds {tokens} tokens in each of {self.cache.rows} rows, "
+                f"fewer than the {apart} that stay in full precision beside what is packed already; "
+                "give a larger budget, a smaller residual or fewer rows"
+            )
+        room = self.cache.method.most_slots(tokens)
+        if units := store.units_beyond(room):
+            self._evict(method, give_up=units)
+            store.free_units()
+        if units := store.units_beyond(room):  # the method did not choose by `top`
+            device = store.filled[0].buffer.device
+            age = store.current_positions(device).float()
+            store.evict((age >= 0) & ~holes.weakest_units(store, age, units))
+            store.free_units()
+
+    def _evict(self, method: Evicting, give_up: list[int] | None = None) -> None:
+        view = LayerView(self.store, self.cache.prompt_lengths, self.cache.tokens_within, self.recent, give_up)
         decision = method.keep(view)
         if isinstance(decision, Ends):
             self.store.evict_middle(decision.first, decision.last)
@@ -202,6 +233,7 @@ class CacheLayer(CacheLayerMixin):
         self.store.with_scores = self.compresses and self.cache.gathers_scores
         if not self.store.with_scores:
             self.store.scores = None
+        self.bound_spare()
 
     def memory(self) -> dict[str, int]:
         sizes = self.store.memory()

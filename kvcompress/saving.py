@@ -196,6 +196,7 @@ def _fill(layer: CacheLayer, saved: SavedLayer, tensors: dict[str, Tensor]) -> N
     keys, values = (tensors[f"tail.{name}" if packed else name] for name in ("keys", "values"))
     layer.shape = LayerShape(keys.shape[1], keys.shape[3], values.shape[3], keys.element_size(), layer.window)
     layer.is_initialized = True
+    layer.bound_spare()
 
 
 def _checksum(text: str, tensors: dict[str, Tensor]) -> str:

@@ -5,10 +5,12 @@ from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 import kvcompress as kvc
+from kvcompress import CacheError
 from kvcompress.budget import LayerShape, check_budget, largest_fitting, parse_bytes, ratio_of, resolve
 from tests.families import OPTIONS, VOCABULARY, build, tiny
 
@@ -82,78 +84,137 @@ def test_largest_fitting_is_found_where_bytes_fall_inside_a_period(period: int, 
         sizes.append(step + (sizes[index - period] if index >= period else 5))
     fitting = [tokens for tokens, size in enumerate(sizes, start=1) if size <= limit]
 
-    def bytes_of(tokens: int) -> int:
-        return sizes[tokens - 1]
-
-    if sizes[0] > limit:
-        with pytest.raises(ValueError, match="does not hold one token"):
-            largest_fitting(bytes_of, limit, len(sizes), period)
-    else:
-        assert largest_fitting(bytes_of, limit, len(sizes), period) == max(fitting)
+    found = largest_fitting(lambda tokens: sizes[tokens - 1] <= limit, len(sizes), period)
+    assert found == max(fitting, default=0)
 
 
 PACKED = "kivi(bits=2, group_size=8, residual=16)"
+AT_PREFILL = ["snapkv(budget={!r}, window=4)", f"snapkv(budget={{!r}}, window=4) | {PACKED}"]
+EVERY_CALL = [
+    "h2o(budget={!r})",
+    "streaming_llm(sinks=2, budget={!r}, positions='original')",
+    "streaming_llm(sinks=2, budget={!r})",
+    f"h2o(budget={{!r}}) | {PACKED}",
+    f"streaming_llm(sinks=2, budget={{!r}}) | {PACKED}",
+]
+
+
+def some_ids(rows: int, columns: int) -> Tensor:
+    return torch.randint(3, VOCABULARY, (rows, columns), generator=torch.Generator().manual_seed(1))
+
+
+def stored(cache: kvc.CompressedCache) -> int:
+    return cache.nbytes - cache.memory()["spare"]
+
+
+def kept_tokens(cache: kvc.CompressedCache) -> int:
+    return cache.kept(next(layer.index for layer in cache.layers if layer.compresses)).shape[2]
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-@pytest.mark.parametrize("part", [0.7, 0.9])
-@pytest.mark.parametrize(
-    "text",
-    [
-        "snapkv(budget={!r}, window=4)",
-        "h2o(budget={!r})",
-        "streaming_llm(budget={!r}, positions='original')",
-        f"snapkv(budget={{!r}}, window=4) | {PACKED}",
-        f"streaming_llm(budget={{!r}}) | {PACKED}",
-    ],
-)
-def test_a_byte_budget_is_the_largest_that_fits(text: str, part: float, family: str) -> None:
-    model, length = tiny(family), 90
-    ids = torch.randint(3, VOCABULARY, (2, length), generator=torch.Generator().manual_seed(1))
-
-    def stored(budget: int | str) -> tuple[int, int]:
-        with kvc.wrap(model, text.format(budget)) as wrapped:
-            wrapped.prefill(ids)
+@pytest.mark.parametrize("text", AT_PREFILL)
+def test_a_byte_budget_is_the_most_that_fits_into_a_prompt(text: str, family: str) -> None:
+    """Every prompt, below the residual too, where nothing is packed; one more token would be too much."""
+    model, limit = tiny(family), 30_000
+    for length in range(1, 90, 7):
+        with kvc.wrap(model, text.format(f"{limit}B")) as wrapped:
+            wrapped.prefill(some_ids(2, length))
             cache = wrapped.cache
-        full = next(layer.index for layer in cache.layers if layer.compresses)
-        return cache.kept(full).shape[2], cache.nbytes - cache.memory()["spare"]
+        kept = kept_tokens(cache)
+        assert stored(cache) <= limit
+        for more in range(kept + 1, min(kept + 18, length + 1)):
+            with kvc.wrap(model, text.format(more)) as wrapped:
+                wrapped.prefill(some_ids(2, length))
+                assert stored(wrapped.cache) > limit
 
-    limit = int(part * stored(length)[1])
-    kept, size = stored(f"{limit}B")
-    assert size <= limit
-    assert 20 < kept < length
-    residual = 16 if "kivi" in text else 1
-    more = [stored(tokens) for tokens in range(kept + 1, min(kept + residual + 2, length + 1))]
-    assert all(tokens > kept and larger > limit for tokens, larger in more)
+
+@pytest.mark.parametrize("text", AT_PREFILL)
+@given(limit=st.integers(13_000, 25_000), lengths=st.lists(st.integers(1, 80), min_size=1, max_size=3))
+@settings(max_examples=8)
+def test_a_byte_budget_holds_for_rows_of_any_lengths(text: str, limit: int, lengths: list[int]) -> None:
+    """Where one row's keys are packed while another's wait, and after a second prompt, with the holes that it makes."""
+    columns, limit = max(lengths), limit * len(lengths)
+    mask = (torch.arange(columns) >= columns - torch.tensor(lengths)[:, None]).long()
+    with kvc.wrap(tiny("llama"), text.format(f"{limit}B")) as wrapped:
+        cache = wrapped.new_cache()
+        wrapped.prefill(some_ids(len(lengths), columns), mask, cache)
+        assert stored(cache) <= limit
+        for turn in range(3, 60, 19):
+            wrapped.prefill(some_ids(len(lengths), turn), cache=cache)
+            assert stored(cache) <= limit
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("text", EVERY_CALL)
+def test_a_byte_budget_holds_at_every_step_with_holes_and_spare(text: str, family: str) -> None:
+    """From a short prompt on, past the budget and through many rounds of packing; a call of many tokens among them."""
+    limit = 60_000 if "kivi" in text else 40_000
+    with kvc.wrap(tiny(family), text.format(f"{limit}B")) as wrapped:
+        cache = wrapped.new_cache()
+        mask = torch.ones(2, 9, dtype=torch.long)
+        mask[1, :5] = 0
+        wrapped.prefill(some_ids(2, 9), mask, cache)
+        ids, most = some_ids(2, 400), 0
+        for start in [*range(250), 250, 300, *range(330, 400)]:
+            columns = {250: 50, 300: 30}.get(start, 1)
+            wrapped(ids[:, start : start + columns], cache=cache)
+            assert stored(cache) <= limit
+            assert cache.nbytes <= 1.125 * limit
+            most = max(most, stored(cache))
+        assert most > 0.7 * limit
+        fork = cache.fork(2)
+        for start in range(3):
+            wrapped(ids[:, start : start + 1].repeat_interleave(2, 0), cache=fork)
+            assert stored(fork) <= limit
+        if "kivi" in text:
+            with pytest.raises(CacheError, match=r"in each of 16 rows, fewer than the 1[68] that"):
+                wrapped(ids[:1, :1].expand(16, -1), cache=cache.fork(8))
+
+
+@pytest.mark.parametrize("text", ["h2o(budget={!r})", "streaming_llm(sinks=2, budget={!r})"])
+def test_one_more_token_would_be_too_much_while_decoding(text: str) -> None:
+    limit, model = 40_000, tiny("llama")
+    held = []
+    for budget in (f"{limit}B", None):
+        with kvc.wrap(model, text.format(budget or held[0][0] + 1)) as wrapped:
+            cache = wrapped.new_cache()
+            wrapped.prefill(some_ids(1, 9), cache=cache)
+            wrapped(some_ids(1, 200), cache=cache)
+        held.append((kept_tokens(cache), stored(cache)))
+    assert held[0][1] <= limit < held[1][1]
+
+
+@pytest.mark.parametrize("limit", [20_000, 30_000])
+def test_where_holes_take_the_room_the_best_tokens_and_the_newest_stay(limit: int) -> None:
+    """H2O's budget in bytes is half recent; whatever units go, no head loses its best token or one of the newest."""
+    method = kvc.parse(f"h2o(budget='{limit}B') | {PACKED}")
+    given_up = 0
+    with kvc.wrap(tiny("llama"), method) as wrapped:
+        cache = wrapped.new_cache()
+        wrapped.prefill(some_ids(1, 60), cache=cache)
+        for step in range(200):
+            before = [layer.store.fork() for layer in cache.layers]
+            wrapped(some_ids(1, 200)[:, step : step + 1], cache=cache)
+            assert method.byte_budget is not None
+            total = cache.tokens_within(method.byte_budget)
+            for layer, old in zip(cache.layers, before, strict=True):
+                kept = cache.kept(layer.index)[0]
+                for head in range(kept.shape[0]):
+                    mine = kept[head][kept[head] >= 0].tolist()
+                    given_up += len(mine) < min(total, cache.seen_tokens[0])
+                    newest = min(total - total // 2, cache.seen_tokens[0])
+                    assert mine[-newest:] == list(range(cache.seen_tokens[0] - newest, cache.seen_tokens[0]))
+                    positions = old.current_positions(kept.device).expand(-1, kept.shape[0], -1)[0, head]
+                    assert old.scores is not None
+                    best = old.scores.view[0, head].masked_fill(positions < 0, -1).argmax()
+                    assert int(positions[best]) in mine
+    assert given_up
 
 
 def test_a_byte_budget_that_holds_no_token_is_named() -> None:
     refused = pytest.raises(ValueError, match=r"100 bytes does not hold one token \(\d+ bytes\)")
     with kvc.wrap(tiny("llama"), "snapkv(budget='100B')") as wrapped, refused:
         wrapped.prefill(torch.arange(3, 50)[None])
-
-
-@pytest.mark.parametrize(
-    "text", ["streaming_llm(sinks=1, budget={!r})", "h2o(budget={!r})", f"h2o(budget={{!r}}) | {PACKED}"]
-)
-def test_a_prompt_shorter_than_a_byte_budget_leaves_room_to_decode(text: str) -> None:
-    limit, model = 20_000, tiny("llama")
-    generator = torch.Generator().manual_seed(0)
-    with kvc.wrap(model, text.format(f"{limit}B")) as wrapped:
-        cache = wrapped.new_cache()
-        wrapped.prefill(torch.randint(3, VOCABULARY, (1, 9), generator=generator), cache=cache)
-        held: list[tuple[int, int]] = []
-        for _ in range(200):
-            wrapped(torch.randint(3, VOCABULARY, (1, 1), generator=generator), cache=cache)
-            held.append((cache.kept(0).shape[2], cache.nbytes - cache.memory()["spare"]))
-    most = max(kept for kept, _ in held)
-    assert held[-1][0] == most < 200
-    with kvc.wrap(model, text.format(most + 1)) as wrapped:
-        wrapped.prefill(torch.randint(3, VOCABULARY, (1, 209), generator=generator))
-        one_more = wrapped.cache
-    assert one_more.nbytes - one_more.memory()["spare"] > limit
-    if "kivi" not in text:
-        assert all(size <= limit for _, size in held)
 
 
 def test_a_sliding_layer_counts_its_window() -> None:

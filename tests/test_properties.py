@@ -281,6 +281,7 @@ def test_generate_in_chunks_is_one_prefill_in_chunks(method: str) -> None:
 @given(script=scripts(turns=1, rows=2), copies=st.integers(1, 3), seed=st.integers(0, 2**31))
 @settings(max_examples=2)
 def test_forks_never_disturb_each_other(method: str, script: Script, copies: int, seed: int) -> None:
+    copies = 1 if "kB" in method else copies  # a size in bytes is shared by the rows of a fork
     generator = torch.Generator().manual_seed(seed)
     rows = len(script.padding)
     texts = torch.randint(3, VOCABULARY, (copies + 1, rows, 20), generator=generator)

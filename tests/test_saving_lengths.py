@@ -64,7 +64,7 @@ def test_at_every_length(method: str, tmp_path: Path) -> None:
                 assert_it_comes_back(wrapped, each, tmp_path / "cache")
 
 
-@pytest.mark.parametrize("method", [method for method in WITH_TURNS if "kB" not in method])
+@pytest.mark.parametrize("method", WITH_TURNS)
 @given(script=scripts(longest=40), rows=st.lists(st.integers(0, 2), min_size=1, max_size=4), copies=st.integers(1, 2))
 @settings(max_examples=2, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_after_turns_and_whatever_is_done_to_the_rows(

@@ -142,11 +142,11 @@ def scripts(draw: st.DrawFn, rows: int = 3, chunks: bool = True, turns: int = 2,
     return Script(torch.randint(3, VOCABULARY, (len(padding), total), generator=generator), padding, plan)
 
 
-def tokens(budget: int | float | str, lengths: list[int], cache: kvc.CompressedCache) -> list[int]:
+def tokens(budget: int | float | str, lengths: list[int], cache: kvc.CompressedCache, first: bool = True) -> list[int]:
     """What a budget gives each row of a prompt. A size in bytes is tested by itself; here the cache is asked."""
     if isinstance(budget, str):
         shapes = shapes_of(cache.layers)
-        return [tokens_within(parse_bytes(budget), cache.method, shapes, len(lengths), max(lengths))] * len(lengths)
+        return [tokens_within(parse_bytes(budget), cache.method, shapes, lengths, first)] * len(lengths)
     return [share(budget, length) if isinstance(budget, float) else budget for length in lengths]
 
 
@@ -177,7 +177,7 @@ def check_kept(method: Method, script: Script, calls: list[Call], cache: kvc.Com
         return check_h2o(told, calls, cache, heavy, recent)
     if isinstance(part, kvc.SnapKV):
         ends = script.prompt_calls
-        budgets = [tokens(part.budget, prompts[last], cache) for _, last in ends]
+        budgets = [tokens(part.budget, prompts[last], cache, number == 0) for number, (_, last) in enumerate(ends)]
         return check_snapkv(told, calls, cache, ends, budgets, part.window, part.kernel, part.pooling)
     check_everything_kept(told, calls, cache)
     return 0

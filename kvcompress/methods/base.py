@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from torch import Tensor
 
-from kvcompress.budget import Budget, LayerShape, check_budget
+from kvcompress.budget import Budget, LayerShape, check_budget, parse_bytes
 from kvcompress.methods.options import check_positions, check_text_form, plain
 from kvcompress.stores.dense import DenseStore
 from kvcompress.stores.packed import PackedStore
@@ -118,9 +118,31 @@ class Method:
         """An empty store for one layer."""
         return DenseStore(rows)
 
-    def stored_bytes(self, layer: LayerShape, kept: int, seen: int) -> int:
-        """Bytes that one row of `layer` stores for `kept` of `seen` tokens, spare apart."""
-        return layer.exact_bytes(seen)
+    @property
+    def grows(self) -> bool:
+        """Whether the cache grows with every token that is decoded; if not, what prefill left is the most it keeps."""
+        return self.evicting is None or self.evicting.acts != "every_call"
+
+    @property
+    def byte_budget(self) -> int | None:
+        """The option `budget` in bytes, if it is a size of the whole cache."""
+        budget = getattr(self.evicting, "budget", None)
+        return parse_bytes(budget) if isinstance(budget, str) else None
+
+    def stored_bytes(self, layer: LayerShape, kept: list[int], seen: list[int]) -> int:
+        """Bytes that `layer` stores, spare apart, right after one prefill that kept `kept[b]` of `seen[b]` tokens.
+
+        Every row takes as much as the longest.
+        """
+        return len(seen) * layer.exact_bytes(max(seen))
+
+    def most_slots(self, kept: int) -> int:
+        """The most slots that a row has while it keeps at most `kept` tokens: more where packing leaves holes."""
+        return kept
+
+    def most_bytes(self, layer: LayerShape, kept: int) -> int:
+        """The most bytes that one row of `layer` ever stores after a call that leaves at most `kept` tokens."""
+        return self.stored_bytes(layer, [kept], [kept + 1])
 
     def __or__(self, other: Method) -> Method:
         from kvcompress.methods.composed import compose
@@ -201,10 +223,10 @@ class Evicting(Method):
     def new_store(self, rows: int) -> DenseStore | PackedStore:
         return DenseStore(rows, with_scores=self.needs_scores)
 
-    def stored_bytes(self, layer: LayerShape, kept: int, seen: int) -> int:
-        return layer.exact_bytes(kept) + self.slot_bytes(layer, kept, seen)
+    def stored_bytes(self, layer: LayerShape, kept: list[int], seen: list[int]) -> int:
+        return len(kept) * (layer.exact_bytes(max(kept)) + self.slot_bytes(layer, max(kept), kept != seen))
 
-    def slot_bytes(self, layer: LayerShape, kept: int, seen: int) -> int:
-        """Bytes of positions and scores beside the KV of one row."""
-        positions = 4 * (layer.heads if self.per_head else 1) * kept if kept < seen else 0
-        return positions + (4 * layer.heads * kept if self.needs_scores else 0)
+    def slot_bytes(self, layer: LayerShape, slots: int, evicted: bool) -> int:
+        """Bytes of positions and scores beside the KV of one row of `slots` slots; positions once it has evicted."""
+        positions = 4 * (layer.heads if self.per_head else 1) * slots if evicted else 0
+        return positions + (4 * layer.heads * slots if self.needs_scores else 0)

@@ -15,6 +15,9 @@ class Composed(Method):
 
     Evicting a packed token leaves a masked hole; the bytes of a group come back when every KV head of the row has a
     group of nothing but holes. StreamingLLM's sinks stay in full precision.
+
+    Under a budget in bytes holes count: where they leave no room for as many tokens as fit without them, each KV head
+    gives up the packed units whose best token has the lowest vote, so that it holds fewer tokens for a while.
     """
 
     first: Evicting
@@ -50,9 +53,24 @@ class Composed(Method):
     def new_store(self, rows: int) -> PackedStore:
         return self.second.new_store(rows, self.first.protected, self.first.needs_scores)
 
-    def stored_bytes(self, layer: LayerShape, kept: int, seen: int) -> int:
-        packed = self.second.packed_bytes(layer, kept, self.first.protected)
-        return packed + self.first.slot_bytes(layer, kept, seen)
+    def stored_bytes(self, layer: LayerShape, kept: list[int], seen: list[int]) -> int:
+        packed = self.second.prefilled_bytes(layer, kept, self.first.protected)
+        return packed + len(kept) * self.first.slot_bytes(layer, max(kept), kept != seen)
+
+    def most_slots(self, kept: int) -> int:
+        """A row that never packs has no holes; one that does has fewer than a unit, or `CacheLayer` frees one."""
+        return kept + (self.second.unit - 1 if kept >= self.first.protected + self.second.residual else 0)
+
+    def most_bytes(self, layer: LayerShape, kept: int) -> int:
+        front, residual = self.first.protected, self.second.residual
+        slots = self.most_slots(kept)
+        beside = self.first.slot_bytes(layer, slots, evicted=True)
+        if kept < front + residual:
+            return layer.exact_bytes(kept) + beside
+        # One row may have all of its keys packed while another one's residual is full, or its first tokens unpacked.
+        packed = slots - front, slots - front - residual
+        tails = front + residual - 1, residual + max(0, front - 1)
+        return self.second.bytes_of_parts(layer, front, packed, *tails) + beside
 
     def __str__(self) -> str:
         return f"{self.first} | {self.second}"

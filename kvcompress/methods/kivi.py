@@ -1,6 +1,7 @@
 """KIVI: keys quantised per channel, values per token, the newest tokens in full precision."""
 
 from dataclasses import dataclass
+from math import lcm
 from typing import ClassVar, Literal
 
 from kvcompress.budget import LayerShape
@@ -46,19 +47,34 @@ class KIVI(Method):
     def new_store(self, rows: int, front: int = 0, with_scores: bool = False) -> PackedStore:
         return PackedStore(rows, self.bits, self.group_size, self.residual, front, with_scores)
 
-    def stored_bytes(self, layer: LayerShape, kept: int, seen: int) -> int:
-        return self.packed_bytes(layer, kept)
+    @property
+    def unit(self) -> int:
+        """Packed tokens whose bytes come back together once all of them are evicted."""
+        return lcm(self.group_size, LANES)
 
-    def packed_bytes(self, layer: LayerShape, tokens: int, front: int = 0) -> int:
-        """Bytes of one row's codes, scales, minima and residual right after a prefill that kept `tokens` tokens."""
-        if layer.window is not None:
-            return layer.exact_bytes(tokens)
-        rest = max(0, tokens - front)
-        keys, values = rest - rest % self.residual, max(0, rest - self.residual)
+    def stored_bytes(self, layer: LayerShape, kept: list[int], seen: list[int]) -> int:
+        return self.prefilled_bytes(layer, kept)
+
+    def prefilled_bytes(self, layer: LayerShape, tokens: list[int], front: int = 0) -> int:
+        """Bytes of all rows' codes, scales, minima and residual right after a prefill that kept `tokens[b]` tokens."""
+        packs = [count >= front + self.residual for count in tokens]
+        fronts = [front if each else 0 for each in packs]
+        rest = [count - apart for count, apart in zip(tokens, fronts, strict=True)]
+        keys = [count - count % self.residual if each else 0 for count, each in zip(rest, packs, strict=True)]
+        values = [count - self.residual if each else 0 for count, each in zip(rest, packs, strict=True)]
+        tails = (max(count - packed for count, packed in zip(rest, part, strict=True)) for part in (keys, values))
+        # A part of any row is as long as the longest row's.
+        return len(tokens) * self.bytes_of_parts(layer, max(fronts), (max(keys), max(values)), *tails)
+
+    def bytes_of_parts(
+        self, layer: LayerShape, front: int, packed: tuple[int, int], key_tail: int, value_tail: int
+    ) -> int:
+        """Bytes of one row of so many tokens: first ones apart, packed keys and values, and those not packed yet."""
+        keys, values = packed
         per_word = codes_per_word(self.bits)
         key_words = -(-keys // LANES) * LANES * -(-layer.key_dim // per_word) * 2
         value_words = -(-values // per_word) * layer.value_dim * 2
-        key_scales = keys // self.group_size * layer.key_dim * 4
+        key_scales = -(-keys // self.group_size) * layer.key_dim * 4
         value_scales = values * (layer.value_dim // min(self.group_size, layer.value_dim)) * 4
-        full = (tokens - keys) * layer.key_dim + (tokens - values) * layer.value_dim
+        full = (front + key_tail) * layer.key_dim + (front + value_tail) * layer.value_dim
         return layer.heads * (key_words + value_words + key_scales + value_scales + full * layer.itemsize)

@@ -18,8 +18,8 @@ class SnapKV(Evicting):
 
     At the end of prefill each older key gets the attention of the last `window` queries, summed over them and pooled
     over `kernel` neighbours; the top `budget - window` stay, with the window itself. Decoding only appends: the
-    cache holds `budget` tokens plus every token generated since. A further prompt on a filled cache chooses again
-    from what is kept and what is new, to the same total.
+    cache holds `budget` tokens plus every token generated since, and grows past a budget in bytes. A further prompt on
+    a filled cache chooses again from what is kept and what is new, to the same total.
 
     Chunked prefill keeps exact KV until the last chunk. Deviation: votes are averaged over the query heads of a KV
     head before pooling, so that one set of keys is kept for all of them; `pooling="max"` is the authors' published

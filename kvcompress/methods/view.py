@@ -15,6 +15,7 @@ from kvcompress.kernels.scores.naive import column_sums
 from kvcompress.kernels.softmax import Softmax
 from kvcompress.methods.base import Ends
 from kvcompress.stores.dense import DenseStore
+from kvcompress.stores.holes import weakest_units
 from kvcompress.stores.packed import PackedStore
 from kvcompress.stores.slots import column, ends_mask
 
@@ -52,6 +53,7 @@ class LayerView:
     prompt_lengths: list[int]
     tokens_within: Callable[[int], int]
     recent: RecentQueries | None = None
+    give_up: list[int] | None = None  # of each row, how many packed units have to go with all that they hold
 
     @property
     def lengths(self) -> list[int]:
@@ -143,7 +145,8 @@ class LayerView:
     def top(self, votes: Tensor, counts: list[int], always: Tensor | None = None) -> Tensor:
         """The slots in `always` and those with the highest votes beside them, `counts[b]` in all: bool [B, H, S].
 
-        Ties go to the lowest slot. Raises ValueError if a vote is NaN.
+        Ties go to the lowest slot. Where holes take more than a budget in bytes has room for, the packed units whose
+        best token has the lowest vote go as a whole. Raises ValueError if a vote is NaN.
         """
         if bool(votes.isnan().any()):
             raise ValueError(
@@ -157,6 +160,10 @@ class LayerView:
             always, closed = always & alive, always | ~alive
         else:
             closed = always
+        if self.give_up is not None and isinstance(self.store, PackedStore):
+            worth = votes.masked_fill(closed & ~always, -torch.inf).masked_fill(always, torch.inf)
+            weakest = weakest_units(self.store, worth, self.give_up)
+            always, closed = always & ~weakest, closed | weakest
         ranked = votes.masked_fill(closed, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
         wanted = column(counts, votes.device) - always.sum(-1)
         chosen = torch.minimum(wanted.clamp(min=0), (~closed).sum(-1))

@@ -5,7 +5,7 @@ from typing import Any
 
 from rich.table import Table
 
-from kvcompress.prefix.sizes import KVSize, method_bytes, method_tokens_within
+from kvcompress.prefix.sizes import KVSize, MethodSize
 
 
 def describe(model: str, size: KVSize, context: int | None, batch: int, budget: int, method: str) -> dict[str, Any]:
@@ -16,7 +16,7 @@ def describe(model: str, size: KVSize, context: int | None, batch: int, budget: 
     length = (size.longest_context or 1) if context is None else context
     if length < 1:
         raise ValueError(f"context {length}: expected at least 1 token")
-    held = method_bytes(size, method, length, batch)
+    under = MethodSize(size, method)
     return {
         "model": model,
         "model_type": size.model_type,
@@ -30,10 +30,11 @@ def describe(model: str, size: KVSize, context: int | None, batch: int, budget: 
         "method": method,
         "context": length,
         "batch": batch,
-        "bytes": held,
+        "bytes": under.bytes_at(length, batch),
+        "grows_while_decoding": under.method.grows,
         "budget_bytes": budget,
-        "tokens_within_budget": method_tokens_within(size, method, budget, batch),
-        "users_within_budget": budget * batch // held if held else None,
+        "tokens_within_budget": under.tokens_within(budget, batch),
+        "users_within_budget": under.users_within(budget, length),
     }
 
 
@@ -53,6 +54,7 @@ def render_size(facts: dict[str, Any]) -> Table:
         f"{facts['batch']:,} × {facts['context']:,} tokens, {facts['method']}",
         f"{facts['bytes']:,} ({_bytes(facts['bytes'])})",
     )
+    table.add_row("with every token that is decoded", "grows" if facts["grows_while_decoding"] else "no more than that")
     longest = facts["tokens_within_budget"]
     each = "tokens" if facts["batch"] == 1 else f"tokens for each of {facts['batch']:,}"
     table.add_row(

@@ -3,22 +3,18 @@
 What is counted is what transformers' own cache holds between two calls in the given dtype, without spare room.
 """
 
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from transformers import PreTrainedConfig
 
-from kvcompress import budget
-from kvcompress.budget import Budget, LayerShape, largest_fitting, resolve
+from kvcompress.budget import MANY, Budget, LayerShape, largest_fitting, method_bytes, period_of, resolve, tokens_within
 from kvcompress.methods.base import Method
 from kvcompress.methods.exact import Exact
 from kvcompress.prefix.layer_sizes import LayerSize, layer_sizes
 from kvcompress.text_form import parse
-
-LONGEST = 2**50
-"""A method whose bytes still fit at this many tokens has no limit."""
 
 
 @dataclass(frozen=True)
@@ -66,20 +62,9 @@ class KVSize:
 
         0 if not even one token fits.
         """
-        if self.bytes_at(1, batch) > budget:
-            return 0
-        if not self.bytes_per_token_at_length:
-            longest = max((layer.window or 0 for layer in self.layers), default=0)
-            if self.bytes_at(longest, batch) <= budget:
-                return None
-            return largest_fitting(lambda tokens: self.bytes_at(tokens, batch), budget, longest)
-        most = budget // (batch * self.bytes_per_token_at_length)
-        return largest_fitting(lambda tokens: self.bytes_at(tokens, batch), budget, max(1, most))
-
-    def users_within(self, budget: int, context: int) -> int | None:
-        """How many sequences of `context` tokens fit into `budget` bytes; None if they take no bytes."""
-        each = self.bytes_at(context)
-        return budget // each if each else None
+        if self.bytes_at(MANY, batch) <= budget:
+            return None
+        return largest_fitting(lambda tokens: self.bytes_at(tokens, batch) <= budget)
 
 
 def kv_size(config: PreTrainedConfig, dtype: str | torch.dtype | None = None) -> KVSize:
@@ -103,38 +88,77 @@ def kv_size(config: PreTrainedConfig, dtype: str | torch.dtype | None = None) ->
     )
 
 
-def method_bytes(size: KVSize, method: str, context: int, batch: int = 1) -> int:
-    """Bytes that `batch` sequences of `context` tokens take under a method, in its text form, right after prefill.
+class MethodSize:
+    """The same of a model under a method, given in its text form.
 
-    What a real cache stores, spare apart. Raises `MethodError` for a wrong method, `ValueError` for a model whose
-    layers keep something else than plain keys and values.
+    Raises `MethodError` for a wrong method, `ValueError` for a model whose layers keep something else than plain keys
+    and values.
     """
-    parsed = parse(method)
-    if isinstance(parsed, Exact):
-        return size.bytes_at(context, batch)
-    shapes = _plain_shapes(size, parsed)
 
-    def tokens(share: Budget) -> int:
-        within = partial(budget.tokens_within, method=parsed, shapes=shapes, rows=batch, longest=context)
-        return resolve(share, [context], within)[0]
+    def __init__(self, size: KVSize, method: str) -> None:
+        self.size, self.method = size, parse(method)
+        self.shapes = None if isinstance(self.method, Exact) else _plain_shapes(size, self.method)
 
-    evicting = parsed.evicting
-    kept = context if evicting is None else min(context, evicting.kept_tokens(tokens))
-    return budget.method_bytes(parsed, shapes, batch, kept, context)
+    def kept_at(self, context: int, batch: int = 1) -> int:
+        """Tokens kept of `context`, in each of `batch` sequences."""
+        evicting = self.method.evicting
+        if evicting is None or self.shapes is None:
+            return context
+        shapes = self.shapes
 
+        def tokens(share: Budget) -> int:
+            return resolve(
+                share, [context], lambda limit: tokens_within(limit // batch, self.method, shapes, [context])
+            )[0]
 
-def method_tokens_within(size: KVSize, method: str, limit: int, batch: int = 1) -> int | None:
-    """The longest context that `batch` sequences can each have in `limit` bytes; None if there is no limit."""
-    if isinstance(parse(method), Exact):
-        return size.tokens_within(limit, batch)
-    if method_bytes(size, method, 1, batch) > limit:
-        return 0
-    most = 1
-    while method_bytes(size, method, most, batch) <= limit:
-        most *= 2
-        if most > LONGEST:
+        return min(context, evicting.kept_tokens(tokens))
+
+    def bytes_at(self, context: int, batch: int = 1) -> int:
+        """Bytes of `batch` sequences of `context` tokens each right after prefill: what a real cache has, no spare."""
+        if self.shapes is None:
+            return self.size.bytes_at(context, batch)
+        return batch * method_bytes(self.method, self.shapes, [self.kept_at(context, batch)], [context])
+
+    def tokens_within(self, limit: int, batch: int = 1) -> int | None:
+        """The longest prompt that `batch` sequences can each have in `limit` bytes; None if there is no limit.
+
+        0 if not even one token fits. A shorter prompt may take more, as long as nothing of it is packed.
+        """
+        if self.shapes is None:
+            return self.size.tokens_within(limit, batch)
+        if self.bytes_at(MANY, batch) <= limit:
             return None
-    return largest_fitting(lambda tokens: method_bytes(size, method, tokens, batch), limit, most)
+        period = period_of(self.method)
+        if self.method.byte_budget is not None:
+            # What fits into a larger budget of its own only because tokens were evicted does not count.
+            return largest_fitting(
+                lambda n: self.kept_at(n, batch) == n and self.bytes_at(n, batch) <= limit, MANY, period
+            )
+        prompts = range(1, MANY + 1)
+
+        def shortest(kept: int) -> int:
+            return prompts[bisect_left(prompts, kept, key=self.kept_at)]
+
+        most = largest_fitting(lambda kept: self.bytes_at(shortest(kept), batch) <= limit, self.kept_at(MANY), period)
+        if not most:
+            return 0
+        first = shortest(most)
+        alike = prompts[first - 1 : bisect_right(prompts, self.kept_at(first), key=self.kept_at)]
+        return alike[bisect_right(alike, limit, key=lambda prompt: self.bytes_at(prompt, batch)) - 1]
+
+    def users_within(self, limit: int, context: int) -> int | None:
+        """How many sequences of `context` tokens fit into `limit` bytes; None if they take no bytes."""
+        if self.method.byte_budget is None:
+            each = self.bytes_at(context)
+            return limit // each if each else None
+
+        def fits(users: int) -> bool:
+            try:
+                return self.bytes_at(context, users) <= limit
+            except ValueError:  # less than a token for each
+                return False
+
+        return largest_fitting(fits)
 
 
 def _plain_shapes(size: KVSize, method: Method) -> Counter[LayerShape]:

@@ -30,6 +30,7 @@ class Codes:
         self.kind, self.bits, self.group_size = kind, bits, group_size
         self.counts = [0] * rows
         self.parts: dict[str, Growing] = {}
+        self.floor = PACKED_SPARE
 
     @property
     def packed(self) -> PackedKeys | PackedValues | None:
@@ -73,7 +74,7 @@ class Codes:
         groups = 1 if self.kind == "keys" else dim // self.group_size
         word_shape = (-(-dim // per_word), LANES) if self.kind == "keys" else (dim,)
         scale_shape = (dim,) if self.kind == "keys" else (groups,)
-        floors = {name: -(-PACKED_SPARE // tokens) for name, tokens in self.tokens_per_entry.items()}
+        floors = {name: -(-self.floor // tokens) for name, tokens in self.tokens_per_entry.items()}
         words = x.new_zeros(batch, heads, 0, *word_shape, dtype=torch.int16)
         scales = x.new_zeros(batch, heads, 0, *scale_shape, dtype=torch.float16)
         self.parts = {
@@ -159,4 +160,5 @@ class Codes:
         other = Codes(0, self.kind, self.bits, self.group_size)
         other.counts = [count for count in self.counts for _ in range(copies)]
         other.parts = {name: part.fork(copies) for name, part in self.parts.items()}
+        other.floor = self.floor
         return other

@@ -38,7 +38,7 @@ class DenseStore(Slots):
     def append(self, keys: Tensor, values: Tensor, counts: list[int]) -> None:
         """Stores the last `counts[b]` columns of `keys` and `values` [B, H, T, D] behind row b."""
         if self._keys is None or self._values is None:
-            self._keys, self._values = Growing.like(keys), Growing.like(values)
+            self._keys, self._values = Growing.like(keys, self.floor), Growing.like(values, self.floor)
         self._keys.append(keys, self.lengths, counts)
         self._values.append(values, self.lengths, counts)
         self.grow(keys, counts)

@@ -17,16 +17,21 @@ if TYPE_CHECKING:
     from kvcompress.stores.packed import PackedStore
 
 
-def evict(store: PackedStore, keep: Tensor) -> None:
-    """Keeps the slots in the mask `keep` [B, H or 1, S]; codes stay where they are."""
+def evict(store: PackedStore, keep: Tensor) -> bool:
+    """Keeps the slots in the mask `keep` [B, H or 1, S]; codes stay where they are. Says whether any slot went."""
     device = keep.device
     if not bool((~keep & (store.current_positions(device) >= 0)).any()):
-        return
+        return False
     table = store.position_table(keep.shape[1], device)
     table.writable().masked_fill_(~keep, -1)
     store.has_holes = True
     _close_tail(store)
-    _free_units(store)
+    _look_for_holes(store)
+    return True
+
+
+def _look_for_holes(store: PackedStore) -> None:
+    device = store.filled[0].buffer.device
     inside = torch.arange(store.length, device=device) < column(store.lengths, device)
     store.has_holes = bool((inside[:, None] & (store.current_positions(device) < 0)).any())
 
@@ -62,19 +67,48 @@ def _close_tail(store: PackedStore) -> None:
     store.lengths = lengths
 
 
-def _free_units(store: PackedStore) -> None:
-    """Frees units that hold nothing: as many of each row as every head has."""
-    assert store.positions is not None
+def _unit_slots(store: PackedStore) -> tuple[Tensor, Tensor] | None:
+    """The slots of every packed unit [B, units * unit], and which units [B, units] a row has; None where none has any.
+
+    The slots of a unit that a row does not have may be anything.
+    """
     unit = store.unit
     whole = [min(keys, values) // unit for keys, values in zip(store.keys.counts, store.values.counts, strict=True)]
     if not any(whole):
+        return None
+    device = store.filled[0].buffer.device
+    slots = torch.arange(max(whole) * unit, device=device) + column(store.fronts, device)
+    return slots.clamp(max=store.length - 1), torch.arange(max(whole), device=device) < column(whole, device)
+
+
+def weakest_units(store: PackedStore, worth: Tensor, counts: list[int]) -> Tensor:
+    """The slots of the `counts[b]` packed units whose best slot is worth least: bool, in the shape of `worth`.
+
+    `worth` [B, H or 1, S]: of each slot, -inf for what is gone. Ties go to the oldest unit.
+    """
+    found = torch.zeros_like(worth, dtype=torch.bool)
+    units = _unit_slots(store)
+    if units is None:
+        return found
+    slots, mine = units
+    slots = slots[:, None].expand(-1, worth.shape[1], -1)
+    best = worth.gather(2, slots).unflatten(2, (-1, store.unit)).amax(-1)
+    order = torch.where(mine[:, None], best, torch.inf).argsort(dim=-1, stable=True)
+    chosen = torch.arange(order.shape[2], device=worth.device) < column(counts, worth.device)[:, None]
+    weakest = torch.zeros_like(order, dtype=torch.bool).scatter(2, order, chosen.expand_as(order)) & mine[:, None]
+    return found.scatter(2, slots, weakest.repeat_interleave(store.unit, -1))
+
+
+def free_units(store: PackedStore) -> None:
+    """Frees units that hold nothing: as many of each row as every head has."""
+    units = _unit_slots(store)
+    if units is None or store.positions is None:
         return
-    table = store.positions.view
+    slots, mine = units
+    unit, table = store.unit, store.positions.view
     device = table.device
-    inside = torch.arange(max(whole) * unit, device=device) + column(store.fronts, device)
-    inside = inside.clamp(max=store.length - 1)[:, None].expand(-1, table.shape[1], -1)
-    mine = (torch.arange(max(whole), device=device) < column(whole, device))[:, None]
-    dead = ~(table.gather(2, inside).unflatten(2, (-1, unit)) >= 0).any(-1) & mine
+    inside = slots[:, None].expand(-1, table.shape[1], -1)
+    dead = ~(table.gather(2, inside).unflatten(2, (-1, unit)) >= 0).any(-1) & mine[:, None]
     gone = dead.sum(-1).amin(-1).tolist()
     if not any(gone):
         return
@@ -93,6 +127,7 @@ def _free_units(store: PackedStore) -> None:
     for part in store.per_slot().values():
         part.gather(order if part.buffer.shape[1] > 1 else order[:, :1])
     store.lengths = lengths
+    _look_for_holes(store)
 
 
 def empty_bytes(store: PackedStore, codes: Codes, used: int) -> int:

@@ -37,6 +37,12 @@ class PackedStore(Slots):
         self.keys = Codes(rows, "keys", bits, group_size)
         self.values = Codes(rows, "values", bits, group_size)
         self.has_holes = False
+        self.floor = PACKED_SPARE
+        self._may_free = False  # whether something was evicted since units were last freed
+
+    def set_floor(self, tokens: int) -> None:
+        super().set_floor(tokens)
+        self.keys.floor = self.values.floor = tokens
 
     @property
     def empty(self) -> bool:
@@ -57,7 +63,7 @@ class PackedStore(Slots):
         """Stores the last `counts[b]` columns of `keys` and `values` [B, H, T, D] in full precision; `pack` packs."""
         if self.tail is None:
             self._choose_value_groups(values.shape[-1])
-            self.tail = Growing.like(keys, PACKED_SPARE), Growing.like(values, PACKED_SPARE)
+            self.tail = Growing.like(keys, self.floor), Growing.like(values, self.floor)
         self.tail[0].append(keys, self.tail_lengths(self.keys), counts)
         self.tail[1].append(values, self.tail_lengths(self.values), counts)
         self.grow(keys, counts)
@@ -153,7 +159,10 @@ class PackedStore(Slots):
         return found
 
     def pack(self) -> None:
-        """Packs what is due: keys in steps of `residual`, values up to the last `residual` (KIVI, algorithm 1)."""
+        """Packs what is due: keys in steps of `residual`, values up to the last `residual` (KIVI, algorithm 1).
+
+        Then frees the units that an eviction left empty, those just packed among them.
+        """
         self._split_front()
         # Until a row's front stands apart, its first tokens are not to be packed, nor are those behind them.
         ready = [front == self.front_size for front in self.fronts]
@@ -169,6 +178,8 @@ class PackedStore(Slots):
                 present = None if alive is None else self._alive_tail(alive, codes, max(due))
                 codes.append(tail.view, due, present)
                 _drop_first(tail, due, lengths)
+        if self._may_free:
+            self.free_units()
 
     def _split_front(self) -> None:
         """Sets the first tokens of a row that is about to pack aside, in full precision."""
@@ -195,8 +206,21 @@ class PackedStore(Slots):
         return alive.gather(2, index[:, None].expand(-1, alive.shape[1], -1)).expand(-1, heads, -1)
 
     def evict(self, keep: Tensor) -> None:
-        """Keeps the slots in the mask `keep` [B, H or 1, S]: packed ones become holes, the others move together."""
-        holes.evict(self, keep)
+        """Keeps the slots in the mask `keep` [B, H or 1, S]: packed ones become holes, the others move together.
+
+        Units of nothing but holes give their bytes back when `pack` or `free_units` is called next.
+        """
+        self._may_free |= holes.evict(self, keep)
+
+    def free_units(self) -> None:
+        """Frees units of nothing but holes: as many of each row as every head has."""
+        holes.free_units(self)
+        self._may_free = False
+
+    def units_beyond(self, room: int) -> list[int] | None:
+        """How many units each row would have to give up to take no more than `room` slots; None where none has to."""
+        units = [-(-max(0, length - room) // self.unit) for length in self.lengths]
+        return units if any(units) else None
 
     def evict_middle(self, first: list[int], last: list[int]) -> None:
         """Keeps the first `first[b]` and the last `last[b]` slots of each row."""
@@ -236,7 +260,7 @@ class PackedStore(Slots):
         other.keys, other.values = self.keys.fork(copies), self.values.fork(copies)
         other.front = (self.front[0].fork(copies), self.front[1].fork(copies)) if self.front else None
         other.tail = (self.tail[0].fork(copies), self.tail[1].fork(copies)) if self.tail else None
-        other.has_holes = self.has_holes
+        other.has_holes, other._may_free = self.has_holes, self._may_free
         other.fronts = [front for front in self.fronts for _ in range(copies)]
         return other
 
@@ -267,7 +291,7 @@ class PackedStore(Slots):
         self._choose_value_groups(values.buffer.shape[-1])
         self.tail = keys.fork(), values.fork()
         for part in self.tail:
-            part.floor = PACKED_SPARE
+            part.floor = self.floor
 
     def tensors(self) -> dict[str, Tensor]:
         """The used part of every tensor, for `save`."""

@@ -23,6 +23,17 @@ class Slots:
         self.positions: Growing | None = None
         self.scores: Growing | None = None
         self.with_scores = with_scores
+        self.floor = 64
+
+    def set_floor(self, tokens: int) -> None:
+        """Lets so many tokens' room lie unused however little is stored, instead of 64."""
+        self.floor = tokens
+        for column in self.columns().values():
+            column.floor = min(column.floor, tokens)
+
+    def columns(self) -> dict[str, Growing]:
+        """All that is stored, by its name in a saved cache."""
+        return self.per_slot()
 
     @property
     def length(self) -> int:
@@ -44,7 +55,7 @@ class Slots:
         if self.with_scores:
             zeros = new.new_zeros(batch, heads, columns, dtype=torch.float32)
             if self.scores is None:
-                self.scores = Growing.like(zeros)
+                self.scores = Growing.like(zeros, self.floor)
             self.scores.append(zeros, self.lengths, counts)
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
         self.seen = [seen + count for seen, count in zip(self.seen, counts, strict=True)]
@@ -55,9 +66,9 @@ class Slots:
             lengths = torch.tensor(self.lengths, device=device)[:, None]
             table = torch.arange(self.length, device=device).expand(len(self.lengths), -1)
             table = table.masked_fill(table >= lengths, -1).to(torch.int32)
-            self.positions = Growing(table[:, None].repeat(1, heads, 1))
+            self.positions = Growing(table[:, None].repeat(1, heads, 1), self.floor)
         elif self.positions.buffer.shape[1] < heads:
-            self.positions = Growing(self.positions.view.repeat(1, heads, 1))
+            self.positions = Growing(self.positions.view.repeat(1, heads, 1), self.floor)
         return self.positions
 
     def current_positions(self, device: torch.device) -> Tensor:
@@ -83,7 +94,7 @@ class Slots:
         """Makes this a fork of `other`, every row `copies` times."""
         self.lengths = [length for length in other.lengths for _ in range(copies)]
         self.seen = [seen for seen in other.seen for _ in range(copies)]
-        self.with_scores = other.with_scores
+        self.with_scores, self.floor = other.with_scores, other.floor
         self.positions = other.positions.fork(copies) if other.positions else None
         self.scores = other.scores.fork(copies) if other.scores else None
 

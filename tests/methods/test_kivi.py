@@ -86,13 +86,13 @@ def test_golden_splits(split: dict[str, int], one_by_one: bool) -> None:
 def test_golden_bits_per_element(bits: int, group_size: int) -> None:
     method = kvc.KIVI(bits=bits, group_size=group_size)  # pyright: ignore[reportArgumentType]
     shape = LayerShape(heads=1, key_dim=128, value_dim=128, itemsize=2)
-    more = method.stored_bytes(shape, 128 * 40, 128 * 40) - method.stored_bytes(shape, 128 * 8, 128 * 8)
+    more = method.stored_bytes(shape, [128 * 40], [128 * 40]) - method.stored_bytes(shape, [128 * 8], [128 * 8])
     assert more * 8 / (128 * 32 * 256) == GOLDEN["bits_per_element"][f"{bits}bit_G{group_size}"]
 
 
 def test_golden_average_bits_of_4096_tokens() -> None:
     shape = LayerShape(heads=1, key_dim=128, value_dim=128, itemsize=2)
-    stored = kvc.KIVI(bits=2).stored_bytes(shape, 4096, 4096)
+    stored = kvc.KIVI(bits=2).stored_bytes(shape, [4096], [4096])
     assert stored * 8 / (4096 * 256) == GOLDEN["average_bits_T4096_R128_2bit_G32"]
 
 

@@ -13,7 +13,7 @@ import torch
 import kvcompress as kvc
 from kvcompress.methods import Budget, Evicting, Method
 from kvcompress.methods.base import registry
-from kvcompress.prefix.sizes import kv_size, method_bytes
+from kvcompress.prefix.sizes import MethodSize, kv_size
 from tests.tiny import tiny_llama
 
 METHODS = [
@@ -147,4 +147,4 @@ def test_a_method_whose_size_cannot_be_known_says_what_is_missing() -> None:
     with pytest.raises(
         ValueError, match=r"the size of sized is not known: define kept_tokens\(self, tokens\) in Sized"
     ):
-        method_bytes(kv_size(tiny_llama().config), "sized", 64)
+        MethodSize(kv_size(tiny_llama().config), "sized").bytes_at(64)

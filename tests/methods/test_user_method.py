@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import kvcompress as kvc
 from kvcompress.cli import app
 from kvcompress.methods.base import registry
-from kvcompress.prefix.sizes import kv_size, method_bytes
+from kvcompress.prefix.sizes import MethodSize, kv_size
 from tests.reachable import reachable_bytes
 from tests.tiny import save_tiny, tiny_llama
 
@@ -125,7 +125,7 @@ def test_its_size_is_what_a_cache_stores(knorm: Any, tmp_path: Path, method: str
         wrapped.prefill(ids, cache=(cache := wrapped.new_cache()))
     memory = cache.memory()
     stored = sum(memory.values()) - memory["spare"]
-    assert method_bytes(kv_size(model.config), method, 128) == stored
+    assert MethodSize(kv_size(model.config), method).bytes_at(128) == stored
     command = ["size", str(save_tiny(tmp_path / "model")), "--context", "128", "--method", method, "--json"]
     shown = CliRunner().invoke(app, command)
     assert shown.exit_code == 0, shown.output

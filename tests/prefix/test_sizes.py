@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 import kvcompress as kvc
 from kvcompress.prefix.layer_sizes import LayerSize, UnknownLayer
-from kvcompress.prefix.sizes import KVSize, kv_size, method_bytes, token_passes
+from kvcompress.prefix.sizes import KVSize, MethodSize, kv_size, token_passes
 from tests.tiny import tiny_llama
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "sizes.json").read_text())
@@ -201,7 +201,7 @@ def test_what_fits_is_the_most_that_fits(layers: list[LayerSize], budget: int, b
     else:
         assert longest == 0 or size.bytes_at(longest, batch) <= budget
         assert size.bytes_at(longest + 1, batch) > budget
-    users = size.users_within(budget, 5)
+    users = MethodSize(size, "exact").users_within(budget, 5)
     if users is None:
         assert size.bytes_at(5) == 0
     else:
@@ -235,7 +235,7 @@ def test_bad_arguments_are_named() -> None:
     with pytest.raises(ValueError, match="batch=0"):
         kv_size(config).bytes_at(5, batch=0)
     with pytest.raises(ValueError, match="unknown method 'h3o'; did you mean 'h2o'"):
-        method_bytes(kv_size(config), "h3o()", 5)
+        MethodSize(kv_size(config), "h3o()").bytes_at(5)
 
 
 @pytest.mark.parametrize(
@@ -258,4 +258,79 @@ def test_bytes_under_a_method_are_what_a_real_cache_stores(method: str, context:
         cache = wrapped.new_cache()
         wrapped.prefill(ids, cache=cache)
         stored = cache.nbytes - cache.memory()["spare"]
-    assert method_bytes(kv_size(model.config, "float32"), method, context, batch=2) == stored
+    assert MethodSize(kv_size(model.config, "float32"), method).bytes_at(context, batch=2) == stored
+
+
+UNEVEN = [
+    "kivi(bits=2, group_size=8, residual=16)",
+    "streaming_llm(sinks=3, window=40) | kivi(bits=2, group_size=8, residual=16)",
+    "snapkv(budget=0.37, window=8) | kivi(bits=4, group_size=8, residual=16)",
+    "h2o(heavy=0.2, recent=0.3) | kivi(bits=2, group_size=8, residual=16)",
+    "h2o(heavy=0.2, recent=0.3)",
+    "streaming_llm(sinks=2, window=60)",
+    "snapkv(budget='12KiB', window=8) | kivi(bits=2, group_size=8, residual=16)",
+]
+
+
+@pytest.mark.parametrize("sliding", [False, True])
+@pytest.mark.parametrize("method", UNEVEN)
+def test_the_longest_context_that_fits_is_found_where_bytes_fall(method: str, sliding: bool) -> None:
+    """Against all contexts one by one; a limit is every size that some context has, and one byte less."""
+    changes = {"head_dim": 8, "sliding_window": WINDOW} if sliding else {"head_dim": 16}
+    under = MethodSize(kv_size(config_of("gemma2" if sliding else "llama", **changes), "float32"), method)
+    sizes = [under.bytes_at(context, batch=2) for context in range(1, 400)]
+    own = under.method.byte_budget or 0
+    for limit in {size - less for size in sizes[:120:7] for less in (0, 1)}:
+        fitting = [context for context, size in enumerate(sizes, start=1) if size <= limit]
+        longest = under.tokens_within(limit, batch=2)
+        if longest is None:
+            assert fitting[-1] == 399
+        elif longest < 350 and own <= limit:
+            assert longest == max(fitting, default=0)
+        elif longest:
+            assert under.bytes_at(longest, batch=2) <= limit
+
+
+def test_the_worked_contexts_that_fit() -> None:
+    """Of SmolLM2's size in float32: fewer bytes at 768 tokens than at 663, and no limit where a window is full."""
+    small = GOLDEN["smollm2_135m"]
+    config = AutoConfig.for_model(
+        "llama",
+        num_hidden_layers=small["layers"],
+        num_attention_heads=9,
+        num_key_value_heads=small["kv_heads"],
+        hidden_size=9 * small["head_dim"],
+    )
+    size, limit = kv_size(config, "float32"), 6_000_000
+    assert MethodSize(size, "streaming_llm(sinks=4, window=256) | kivi(bits=2)").tokens_within(limit) is None
+    kivi = MethodSize(size, "kivi(bits=2)")
+    assert kivi.bytes_at(768) == 5_990_400
+    longest = kivi.tokens_within(limit)
+    assert longest == max(context for context in range(1, 2000) if kivi.bytes_at(context) <= limit) >= 768
+
+
+def test_sliding_layers_alone_have_no_limit() -> None:
+    size = kv_size(config_of("mistral", sliding_window=WINDOW), "float32")
+    for method in (
+        "exact",
+        "h2o(budget='20KiB')",
+        "snapkv(budget='20KiB', window=4)",
+        "kivi(group_size=8, residual=8)",
+    ):
+        under = MethodSize(size, method)
+        assert under.tokens_within(under.bytes_at(1000)) is None
+        assert under.tokens_within(0) == 0
+
+
+@pytest.mark.parametrize("context", [7, 90])
+def test_users_share_a_byte_budget(context: int) -> None:
+    """The budget is the whole cache's, so users fit as long as each has a token; else each brings bytes of its own."""
+    size = kv_size(config_of("llama", head_dim=16), "float32")
+    shared = MethodSize(size, "h2o(budget='20KiB')")
+    users = shared.users_within(50_000, context)
+    assert users is not None
+    assert shared.bytes_at(context, users) <= 20 * 1024
+    with pytest.raises(ValueError, match="does not hold one token"):
+        shared.bytes_at(context, users + 1)
+    own = MethodSize(size, "h2o(heavy=9, recent=9)")
+    assert own.users_within(50_000, context) == 50_000 // own.bytes_at(context)

@@ -39,6 +39,7 @@ def test_units_of_holes_are_freed_and_their_bytes_come_back() -> None:
     keep = torch.ones(1, HEADS, 160, dtype=torch.bool)
     keep[:, 0, 32:64] = keep[:, 1, 64:96] = False
     store.evict(keep)
+    store.pack()
     assert store.lengths == [128]  # one unit of 32 in each head, though not the same one
     after = store.memory()
     assert after["keys"] == before["keys"] * 128 // 160
@@ -46,6 +47,7 @@ def test_units_of_holes_are_freed_and_their_bytes_come_back() -> None:
     keep = torch.ones(1, HEADS, 128, dtype=torch.bool)
     keep[:, :, 1:20] = False
     store.evict(keep)
+    store.pack()
     assert store.lengths == [128]
     holes = store.memory()
     assert holes["holes"] == HEADS * 19 * (2 * DIM * 2 // 8 + 4 + DIM * 4 // 8)
