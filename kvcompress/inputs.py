@@ -5,11 +5,11 @@ B rows, T columns of this call; padding may stand before the tokens of a row, ne
 
 import inspect
 import math
-import sys
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 from kvcompress.cache import CompressedCache
 from kvcompress.errors import CacheError, WrapError
@@ -31,14 +31,9 @@ def cache_in(arguments: dict[str, Any]) -> Any:
 def under_torch_compile() -> bool:
     """Whether torch.compile runs this call.
 
-    Its tracer hands code that it cannot trace back to Python, where `is_compiling` is false; the callers know.
+    Its tracer hands code that it cannot trace back to Python, where `is_compiling` is false; the tracer stays set.
     """
-    frame = sys._getframe()
-    while frame is not None:
-        if frame.f_code.co_name == "compile_wrapper" and frame.f_globals.get("__name__") == "torch._dynamo.eval_frame":
-            return True
-        frame = frame.f_back
-    return torch.compiler.is_compiling()
+    return torch.compiler.is_compiling() or callable(get_eval_frame_callback())
 
 
 def check_ids(ids: Any, vocabulary: int | None) -> None:
