@@ -105,6 +105,13 @@ def check_positions(given: Tensor | None, cache: CompressedCache, columns: int, 
     """Raises WrapError if position ids were given that do not count up with the tokens of each row."""
     if given is None:
         return
+    if given.dim() == 3 and bool((given == given[:1]).all()):  # several axes, which agree on text
+        given = given[0]
+    if given.dim() == 3:
+        raise WrapError(
+            f"position_ids are {list(given.shape)}, several axes that differ, as images have them; a compressed cache "
+            "counts tokens of text: leave the images out"
+        )
     if given.dim() != 2 or given.shape[-1] != columns:
         raise WrapError(f"position_ids are {list(given.shape)}, expected [batch, {columns}] for these ids")
     seen_tokens = cache.seen_tokens or [0] * len(counts)

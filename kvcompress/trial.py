@@ -1,4 +1,4 @@
-"""Whether a model really runs over a compressed cache: two tokens are fed through it once, when it is first wrapped.
+"""Whether a model really runs over a compressed cache: a few tokens are fed through it when it is first wrapped.
 
 What a model does with its cache and masks is written nowhere but in its forward passes.
 """
@@ -42,8 +42,10 @@ def check_runs(model: PreTrainedModel, decoder: nn.Module, windows: list[int | N
     try:
         with evaluating(model), torch.no_grad():
             with _prepared(decoder, cache), _watched(model, attended):
-                model(input_ids=ids, use_cache=True, **{cache_argument(model.forward): cache})
-            check_fed(cache)
+                for part in (ids, ids[:, :1]):  # a prompt, then decoding
+                    model(input_ids=part, use_cache=True, **{cache_argument(model.forward): cache})
+                    check_fed(cache)
+                    cache.end_call()
             if not frequencies(model):  # with rotary only distances matter
                 _check_positions(model, ids)
     except torch.OutOfMemoryError:
@@ -53,7 +55,7 @@ def check_runs(model: PreTrainedModel, decoder: nn.Module, windows: list[int | N
     except Exception as error:
         untouched = {layer.index for layer in cache.layers if not layer.store.empty} <= attended
         reason = (
-            "a call of two tokens failed"
+            "a call of one or two tokens failed"
             if untouched
             else "it computes on the cached keys or values itself, before transformers' attention interface gets them"
         )
@@ -67,7 +69,7 @@ def _prepared(decoder: nn.Module, cache: CompressedCache) -> Iterator[None]:
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         arguments = call_arguments(module, args, kwargs)
-        _check_given(arguments)
+        _check_given(arguments.get("attention_mask"))
         return (), prepare(cache, arguments, None)
 
     hook = decoder.register_forward_pre_hook(before, with_kwargs=True)
@@ -77,16 +79,14 @@ def _prepared(decoder: nn.Module, cache: CompressedCache) -> Iterator[None]:
         hook.remove()
 
 
-def _check_given(arguments: dict[str, Any]) -> None:
-    """The call had neither mask nor positions, so what the decoder is given is the model's own."""
-    for name, usual in (("attention_mask", "2-D padding"), ("position_ids", "one position a token")):
-        own = arguments.get(name)
-        if own is not None and not (isinstance(own, Tensor) and own.dim() == 2):
-            what = f"of {own.dim()} dimensions" if isinstance(own, Tensor) else f"as a {type(own).__name__}"
-            raise WrapError(
-                f"it gives its decoder {name} of its own, {what}, where the cache knows {usual}; "
-                "a text-only model of the family (AutoModelForCausalLM) may run"
-            )
+def _check_given(mask: Any) -> None:
+    """The call had no mask, so what the decoder is given is the model's own."""
+    if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2):
+        what = f"of {mask.dim()} dimensions" if isinstance(mask, Tensor) else f"as a {type(mask).__name__}"
+        raise WrapError(
+            f"it makes the attention mask of its decoder itself, {what}, where the cache knows 2-D padding; "
+            "a text-only model of the family (AutoModelForCausalLM) may run"
+        )
 
 
 def _check_positions(model: PreTrainedModel, ids: Tensor) -> None:

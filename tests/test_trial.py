@@ -105,7 +105,21 @@ def gemma3() -> PreTrainedModel:
 
 
 def test_a_model_that_makes_its_decoders_mask_is_refused() -> None:
-    check_refused(gemma3(), "it gives its decoder attention_mask of its own, as a dict, where the cache knows 2-D")
+    check_refused(gemma3(), "it makes the attention mask of its decoder itself, as a dict, where the cache knows 2-D")
+
+
+def test_a_model_that_keeps_images_in_layers_of_its_own_is_refused() -> None:
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48, "vocab_size": VOCABULARY}
+    config = AutoConfig.for_model(
+        "mllama",
+        text_config=heads
+        | {"hidden_size": 64, "num_hidden_layers": 2, "cross_attention_layers": [1], "pad_token_id": 0},
+        vision_config={"hidden_size": 32, "num_hidden_layers": 1, "num_global_layers": 1, "attention_heads": 2}
+        | {"intermediate_size": 32, "vision_output_dim": 64, "image_size": 32, "patch_size": 16}
+        | {"intermediate_layers_indices": [0]},
+    )
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
+    check_refused(model, r"MllamaForConditionalGeneration \(mllama\) cannot run over a compressed cache: ")
 
 
 def test_a_model_is_tried_once_and_in_eval_mode() -> None:
@@ -114,6 +128,22 @@ def test_a_model_is_tried_once_and_in_eval_mode() -> None:
     state = torch.get_rng_state()
     for _ in range(3):
         kvc.wrap(model, "exact")
-    assert calls == [False]
+    assert calls == [False, False]  # a prompt, and a token after it
     assert model.training and all(module.training for module in model.modules())
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_positions_of_several_axes_run_on_text_and_are_refused_where_they_differ() -> None:
+    """Qwen-VL counts time, height and width beside the text; on text alone they are the same."""
+    text_config = OPTIONS["qwen3"] | {"num_hidden_layers": 2, "use_sliding_window": False}
+    text_config |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}}
+    vision = {"hidden_size": 32, "intermediate_size": 32, "depth": 1, "num_heads": 2, "out_hidden_size": 32}
+    config = AutoConfig.for_model("qwen3_vl", text_config=text_config, vision_config=vision)
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
+    ids, options = text(), {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    plain = model.generate(ids, attention_mask=torch.ones_like(ids), **options)  # pyright: ignore[reportCallIssue]
+    with kvc.wrap(model, "exact") as wrapped:
+        assert torch.equal(wrapped.generate(ids, attention_mask=torch.ones_like(ids), **options), plain)
+        axes = torch.arange(12).expand(3, 1, 12) * torch.tensor([1, 2, 2])[:, None, None]
+        with pytest.raises(WrapError, match="several axes that differ, as images have them"):
+            wrapped(ids, position_ids=axes)
