@@ -1,9 +1,10 @@
 """What each layer of a model stores, read off its configuration."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from transformers import PreTrainedConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING, PreTrainedConfig
 
 from kvcompress.prefix.states import linear_state
 
@@ -86,7 +87,10 @@ def layer_sizes(config: PreTrainedConfig) -> tuple[LayerSize, ...]:
     _check_known(config, text)
     types = _layer_types(text)
     configs = getattr(text, "per_layer_config", None) or [text] * len(types)
-    return tuple(_layer(text, config, i, kind) for i, (config, kind) in enumerate(zip(configs, types, strict=True)))
+    try:
+        return tuple(_layer(text, own, i, kind) for i, (own, kind) in enumerate(zip(configs, types, strict=True)))
+    except (AttributeError, TypeError) as error:
+        raise UnknownLayer(f"{text.model_type}: the size of its layers is not known ({error})") from error
 
 
 def _check_known(config: PreTrainedConfig, text: PreTrainedConfig) -> None:
@@ -95,10 +99,28 @@ def _check_known(config: PreTrainedConfig, text: PreTrainedConfig) -> None:
         reason = "an encoder-decoder model"
     elif getattr(text, "is_decoder", None) is False and not name.startswith("gpt_neox"):
         reason = "an encoder"
+    elif reason is None and not _generates(config, text):
+        reason = "transformers has no model of it that generates text, so it keeps no KV between calls"
     elif missing := [field for field in ("num_hidden_layers", "hidden_size") if not hasattr(text, field)]:
         reason = f"the configuration has no {missing[0]}"
     if reason:
         raise UnknownLayer(f"{name}: {reason}; give a decoder-only model with an ordinary KV cache")
+
+
+def _generates(config: PreTrainedConfig, text: PreTrainedConfig) -> bool:
+    """Whether there is a causal language model for `config` or its text part, or one that `text` is the text part of.
+
+    Code of its own that comes with a model says so in its `auto_map`.
+    """
+    mappings = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING)
+    if any(type(each) in mapping for mapping in mappings for each in (config, text)):
+        return True
+    if "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
+        return True
+    owners = (owner for mapping in mappings for owner in mapping)
+    # PreTrainedConfig makes sub_configs a property of the class, which a type checker takes for one of instances.
+    sub_configs: Iterator[dict[str, type]] = (getattr(owner, "sub_configs") for owner in owners)  # noqa: B009
+    return any(type(text) is part for parts in sub_configs for key, part in parts.items() if "text" in key)
 
 
 def _layer_types(config: PreTrainedConfig) -> list[str]:

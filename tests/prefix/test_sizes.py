@@ -334,3 +334,42 @@ def test_users_share_a_byte_budget(context: int) -> None:
         shared.bytes_at(context, users + 1)
     own = MethodSize(size, "h2o(heavy=9, recent=9)")
     assert own.users_within(50_000, context) == 50_000 // own.bytes_at(context)
+
+
+ENCODERS = [
+    "modernbert",
+    "clip",
+    "clip_text_model",
+    "wav2vec2",
+    "swin",
+    "albert",
+    "vit",
+    "distilbert",
+    "lxmert",
+    "fnet",
+]
+
+
+@pytest.mark.parametrize("family", ENCODERS)
+def test_what_generates_no_text_has_no_kv_size(family: str) -> None:
+    with pytest.raises(UnknownLayer, match="no model of it that generates text"):
+        kv_size(AutoConfig.for_model(family))
+
+
+def test_the_text_part_of_a_model_of_images_has_the_size_of_the_whole() -> None:
+    whole = AutoConfig.for_model("qwen3_vl")
+    assert kv_size(whole) == kv_size(whole.text_config)
+    assert kv_size(whole).attention == "MHA"
+
+
+def test_code_that_comes_with_a_model_has_a_size() -> None:
+    class OwnConfig(PreTrainedConfig):
+        model_type = "own"
+        num_hidden_layers = 2
+        hidden_size = 64
+        num_attention_heads = 4
+
+    with pytest.raises(UnknownLayer, match="own: transformers has no model"):
+        kv_size(OwnConfig())
+    options: dict[str, Any] = {"auto_map": {"AutoModelForCausalLM": "own.OwnForCausalLM"}}
+    assert kv_size(OwnConfig(**options)).values_per_token == 256
