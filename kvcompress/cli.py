@@ -27,7 +27,7 @@ def run(
     config: Annotated[Path, typer.Argument(help="A YAML file, such as configs/quickstart.yaml.")],
     out: Annotated[Path | None, typer.Option(help="Results folder; by default runs/<name of the config>.")] = None,
 ) -> None:
-    """Run an experiment. Killed or stopped, the same command goes on where it was."""
+    """Run an experiment. Killed or stopped, the same command goes on where it was. Exits with 1 if a method failed."""
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -66,7 +66,7 @@ def run(
     for failure in ran.failures:
         console.print(f"[red]failed[/red] {escape(failure)}", markup=True, highlight=False)
     console.print(f"{ran.records_name}, summary.md and summary.png are in {folder}", highlight=False)
-    if ran.nothing_worked:
+    if ran.failures:
         raise typer.Exit(1)
 
 

@@ -79,7 +79,7 @@ def eval_(
         console.print(f"stopped; finished documents are safe in {folder}, the same command goes on", highlight=False)
         raise typer.Exit(130) from None
     _report(results, folder, f"{model}, seed {seed}")
-    if all(result.status != "ok" for result in results):
+    if any(result.status != "ok" for result in results):
         raise typer.Exit(1)
 
 

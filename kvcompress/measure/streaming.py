@@ -9,6 +9,7 @@ import math
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -52,6 +53,8 @@ class StreamRecord(JsonLine):
     kept_tokens: int | None = None
     ms_per_call: float | None = None
     seconds: float | None = None
+    kernels: str | None = None
+    settings: dict[str, Any] | None = None
     seed: int | None = None
     versions: dict[str, str] = field(default_factory=versions)
     status: str = "ok"

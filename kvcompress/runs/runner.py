@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -9,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -20,8 +20,18 @@ from kvcompress.models import load_model, load_tokenizer, weights_fingerprint
 from kvcompress.prefix.prefix_cache import PrefixCache
 from kvcompress.runs.config import ConfigError, Experiment, RunConfig
 from kvcompress.runs.details import write_details
-from kvcompress.runs.records import RecordFile, write_whole
+from kvcompress.runs.folder import check_folder, write_config
+from kvcompress.runs.records import RecordFile
 from kvcompress.texts import load_text
+
+
+@dataclass
+class Text:
+    """The text of an experiment in its model's tokens [N]: all that can be checked before the model is loaded."""
+
+    tokenizer: PreTrainedTokenizerBase
+    ids: Tensor
+    digest: str
 
 
 @dataclass
@@ -29,24 +39,31 @@ class Loaded:
     """What an experiment runs on, and what tells it apart from others."""
 
     model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    ids: Tensor
+    text: Text
     fingerprint: str
-    text_hash: str
 
     def key(self, method: object, options: dict[str, Any]) -> str:
         """The config hash of what `method` measures under `options`."""
-        return digest([str(method), self.fingerprint, self.text_hash, str(self.model.device), options])
+        return digest([str(method), self.fingerprint, self.text.digest, str(self.model.device), options])
+
+    def settings(self, options: dict[str, Any]) -> dict[str, Any]:
+        """What its records depend on beside what they name, `options` of the config and hashes."""
+        return {**options, "tokens_hash": self.text.digest[:16], "weights": self.fingerprint[:16]}
 
 
-def load(config: Experiment) -> Loaded:
-    """The model, its tokenizer and the text's ids [N]."""
+def load_ids(config: Experiment) -> Text:
+    """The text's ids. Raises TextNotFound, and ModelNotFound where there is no such tokenizer."""
+    text, _ = load_text(config.data)
+    tokenizer = load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
+    ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids[0]
+    return Text(tokenizer, ids, hashlib.sha256(ids.numpy().tobytes()).hexdigest())
+
+
+def load(config: Experiment, text: Text) -> Loaded:
+    """The model, beside its text."""
     torch.manual_seed(config.seed)
     model = load_model(config.model, config.dtype, config.device, trust_remote_code=config.trust_remote_code)
-    tokenizer = load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
-    text, text_hash = load_text(config.data)
-    ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids[0]
-    return Loaded(model, tokenizer, ids, weights_fingerprint(model), text_hash)
+    return Loaded(model, text, weights_fingerprint(model))
 
 
 Progress = Callable[[str, int, int], None]
@@ -58,22 +75,27 @@ def run(config: RunConfig, folder: Path, progress: Progress = lambda text, done,
 
     `folder/details/` gets the KL of every scored token, and of the first sample the kept positions.
 
-    A failed method becomes a record with status "failed" and the run goes on; the next run tries it again. Raises
-    ConfigError for a text that is too short, ModelNotFound, and RecordsError where the folder cannot be written.
+    A failed method becomes a record with status "failed" and the run goes on; the next run tries it again. Before the
+    model is loaded: TextNotFound, ModelNotFound, ConfigError for a text that is too short for all samples and for a
+    folder with results of another config, RecordsError where the folder cannot be written.
     """
     methods = config.grid()
     total = len(methods) * config.samples
+    text = load_ids(config)
+    samples = [sample_ids(text.ids, config, sample) for sample in range(config.samples)]
     with RecordFile(folder).opened() as file:
-        write_whole(folder / "config.yaml", yaml.safe_dump(config.model_dump(), sort_keys=False))
+        check_folder(config, folder)
         progress("loading the model", 0, total)
-        loaded = load(config)
+        loaded = load(config, text)
+        write_config(config, folder)
         question = None
         if config.question is not None:
-            question = loaded.tokenizer(config.question, add_special_tokens=False, return_tensors="pt").input_ids[0]
+            question = text.tokenizer(config.question, add_special_tokens=False, return_tensors="pt").input_ids[0]
+        depends = {"start", "stride", "question", "chunk", "share_prefill", "prefix_cache"}
+        settings = loaded.settings({"data": config.data, **config.model_dump(include=depends)})
 
         def key(method: Method) -> str:
-            names = ("prefix", "scored", "start", "stride", "question", "chunk", "share_prefill", "seed", "dtype")
-            return loaded.key(method, config.model_dump(include={*names, "prefix_cache"}))
+            return loaded.key(method, config.model_dump(include={*depends, "prefix", "scored", "seed", "dtype"}))
 
         def is_done(method: Method, sample: int) -> bool:
             record = file.records.get((key(method), sample))
@@ -89,11 +111,9 @@ def run(config: RunConfig, folder: Path, progress: Progress = lambda text, done,
             if not left:
                 continue
             report(f"sample {sample + 1}: exact prefix")
-            hashes = {str(method): key(method) for method in left}
-            write = partial(_write_details, folder, hashes)
             for record in evaluate_sample(
                 loaded.model,
-                sample_ids(loaded.ids, config, sample),
+                samples[sample],
                 left,
                 config.prefix,
                 config.scored,
@@ -102,12 +122,13 @@ def run(config: RunConfig, folder: Path, progress: Progress = lambda text, done,
                 share_prefill=config.share_prefill,
                 seed=config.seed,
                 name=config.model,
+                settings=settings,
+                config_hash=key,
                 sample=sample,
                 on_error="record",
-                on_details=write,
+                on_details=partial(_write_details, folder),
                 prefix_cache=store,
             ):
-                record.config_hash = hashes[record.method]
                 file.append(record)
                 report(f"sample {sample + 1}: {record.method}")
         report("done")
@@ -119,8 +140,8 @@ def run(config: RunConfig, folder: Path, progress: Progress = lambda text, done,
         ]
 
 
-def _write_details(folder: Path, hashes: dict[str, str], record: Record, details: Details) -> None:
-    write_details(folder, hashes[record.method], record.sample, details)
+def _write_details(folder: Path, record: Record, details: Details) -> None:
+    write_details(folder, *record.key, details)
 
 
 def sample_ids(ids: Tensor, config: RunConfig, sample: int) -> Tensor:

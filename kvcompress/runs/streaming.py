@@ -8,17 +8,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-import yaml
 from torch import Tensor
 
 from kvcompress.budget import parse_bytes
 from kvcompress.cache import CompressedCache
 from kvcompress.errors import CacheError
+from kvcompress.kernels.choose import library
 from kvcompress.measure.streaming import Bucket, StreamRecord, recompute, recomputed, stream
 from kvcompress.methods.base import Method
 from kvcompress.runs.config import ConfigError, Recompute, StreamingConfig
-from kvcompress.runs.records import LineFile, write_whole
-from kvcompress.runs.runner import Loaded, Progress, load
+from kvcompress.runs.folder import check_folder, write_config
+from kvcompress.runs.records import LineFile
+from kvcompress.runs.runner import Loaded, Progress, load, load_ids
 from kvcompress.saving import load_cache
 from kvcompress.wrapping import wrap
 
@@ -40,12 +41,15 @@ def run_streaming(
 
     A method that was cut short goes on from the cache of its last finished bucket, or begins anew where that was too
     large to keep. A failed method becomes a record with status "failed" and is tried again by the next run. Raises
-    ConfigError for a text that is too short, ModelNotFound, and RecordsError where the folder cannot be written.
+    what `runner.run` does, before the model is loaded.
     """
+    text = load_ids(config)
+    ids = segment_ids(text.ids, config)
     with StreamFile(folder).opened() as file:
-        write_whole(folder / "config.yaml", yaml.safe_dump(config.model_dump(), sort_keys=False))
+        check_folder(config, folder)
         progress("loading the model", 0, 0)
-        run = _Streaming(config, file, load(config), progress)
+        run = _Streaming(config, file, load(config, text), ids, progress)
+        write_config(config, folder)
         for method in run.methods:
             run.measure(method)
         run.report("done")
@@ -67,19 +71,25 @@ def segment_ids(ids: Tensor, config: StreamingConfig) -> Tensor:
 class _Streaming:
     """One run: the methods (recomputation last), and what is on the disk of each."""
 
-    def __init__(self, config: StreamingConfig, file: LineFile[StreamRecord], loaded: Loaded, progress: Progress):
-        self.config, self.file, self.loaded, self.progress = config, file, loaded, progress
-        self.ids = segment_ids(loaded.ids, config)
+    def __init__(
+        self,
+        config: StreamingConfig,
+        file: LineFile[StreamRecord],
+        loaded: Loaded,
+        ids: Tensor,
+        progress: Progress,
+    ) -> None:
+        self.config, self.file, self.loaded, self.ids, self.progress = config, file, loaded, ids, progress
         self.data_hash = hashlib.sha256(self.ids.numpy().tobytes()).hexdigest()[:16]
         self.ends = config.ends()
+        depends = {"tokens", "prefix", "start", "stride", "segments", "bucket", "tokens_per_call", "memory_limit"}
+        self.options = config.model_dump(include=depends)
         self.methods: list[Method | Recompute] = [*config.grid()]
         if config.recompute is not None:
             self.methods.append(config.recompute)
 
     def key(self, method: Method | Recompute) -> str:
-        names = ("tokens", "prefix", "start", "stride", "segments", "bucket", "tokens_per_call", "memory_limit")
-        options = self.config.model_dump(include={*names, "seed", "dtype"})
-        return self.loaded.key(method, options)
+        return self.loaded.key(method, {**self.options, "seed": self.config.seed, "dtype": self.config.dtype})
 
     def indices(self, method: Method | Recompute) -> list[int]:
         """The buckets in which `method` predicts something."""
@@ -172,5 +182,7 @@ class _Streaming:
             end=self.ends[index],
             segments=self.config.segments,
             tokens_per_call=self.config.tokens_per_call if isinstance(method, Method) else None,
+            kernels=library(self.loaded.model.device.type),
+            settings=self.loaded.settings({"data": self.config.data, **self.options}),
             seed=self.config.seed,
         )

@@ -1,6 +1,7 @@
 """Runs that are killed, stopped, refused by the disk or started twice lose no finished record."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,12 +10,17 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from kvcompress.cli import app
 from kvcompress.measure.record import Record
-from kvcompress.runs.config import ConfigError, RunConfig
+from kvcompress.models import ModelNotFound
+from kvcompress.runs.config import ConfigError, RunConfig, StreamingConfig
 from kvcompress.runs.records import RecordFile, RecordsError
 from kvcompress.runs.runner import run
+from kvcompress.runs.streaming import run_streaming
 from kvcompress.runs.summary import markdown, summarise
+from kvcompress.texts import TextNotFound
 from tests.tiny import save_tiny
 
 METHODS = ["exact", "snapkv(budget=[16, 24], window=8)", "kivi(group_size=8, residual=16)"]
@@ -40,11 +46,24 @@ def test_a_second_run_measures_nothing_again(tiny: Path, tmp_path: Path) -> None
     assert again == first
 
 
-def test_another_setting_is_another_record(tiny: Path, tmp_path: Path) -> None:
-    run(config(tiny, samples=1), tmp_path)
-    changed = run(config(tiny, samples=1, prefix=41), tmp_path)
-    assert len(changed) == 4
+def test_a_folder_belongs_to_one_config(tiny: Path, tmp_path: Path) -> None:
+    """Methods and samples only add to what is there."""
+    run(config(tiny, samples=1, methods=["exact"]), tmp_path)
+    before = (tmp_path / "config.yaml").read_text()
+    with pytest.raises(ConfigError, match=r"another config \(prefix 41 instead of 40, question 'x' instead of None\)"):
+        run(config(tiny, samples=1, prefix=41, question="x"), tmp_path)
+    assert (tmp_path / "config.yaml").read_text() == before
+    assert len(run(config(tiny), tmp_path)) == 8
     assert len(RecordFile(tmp_path).read()) == 8
+    streaming = StreamingConfig(protocol="streaming", model=str(tiny), methods=["exact"], tokens=9, device="cpu")
+    with pytest.raises(ConfigError, match="protocol 'streaming' instead of 'prefix'"):
+        run_streaming(streaming, tmp_path)
+
+
+def test_a_config_that_measured_nothing_may_be_mended(tiny: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="needs tokens 0 to 1000007"):
+        run(config(tiny, prefix=10**6), tmp_path)
+    assert run(config(tiny, methods=["exact"], samples=1), tmp_path)[0].status == "ok"
 
 
 def test_what_a_kill_cut_short_is_measured_again(tiny: Path, tmp_path: Path) -> None:
@@ -137,7 +156,44 @@ def test_a_text_that_is_too_short(tiny: Path, tmp_path: Path) -> None:
     text.write_text("x" * 60)
     with pytest.raises(ConfigError, match=r"has 60 tokens, but sample 2 of 2 needs tokens 47 to 94"):
         run(config(tiny, data=str(text)), tmp_path / "out")
-    assert len(RecordFile(tmp_path / "out").read()) == 4  # the first sample was finished and stays
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("protocol", ["prefix", "streaming"])
+def test_a_mistake_in_the_text_is_told_before_the_model_is_loaded(tiny: Path, tmp_path: Path, protocol: str) -> None:
+    """This folder holds a tokenizer and no weights: whatever needs them would fail first."""
+    model = tmp_path / "model"
+    shutil.copytree(tiny, model, ignore=shutil.ignore_patterns("*.safetensors"))
+    kind, options = (RunConfig, {"samples": 10}) if protocol == "prefix" else (StreamingConfig, {"tokens": 2000})
+    options |= {"protocol": protocol, "model": str(model), "methods": ["exact"], "device": "cpu"}
+    measure = run if protocol == "prefix" else run_streaming
+    (tmp_path / "short.txt").write_text("x" * 1200)
+    with pytest.raises(TextNotFound, match=r"nowhere.txt"):
+        measure(kind(**options, data=str(tmp_path / "nowhere.txt")), tmp_path / "out")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="has 1200 tokens, but"):
+        measure(kind(**options, data=str(tmp_path / "short.txt")), tmp_path / "out")  # type: ignore[arg-type]
+    with pytest.raises(ModelNotFound):
+        measure(kind(**options), tmp_path / "out")  # type: ignore[arg-type]
+
+
+def test_a_failed_method_is_an_exit_code(tiny: Path, tmp_path: Path) -> None:
+    for protocol, size in (("prefix", "prefix: 40\nscored: 6"), ("streaming", "tokens: 40")):
+        settings = tmp_path / f"{protocol}.yaml"
+        settings.write_text(
+            f"protocol: {protocol}\nmodel: {tiny}\ndevice: cpu\n{size}\n"
+            "methods: ['kivi(group_size=12, residual=24)', exact]\n"
+        )
+        done = CliRunner().invoke(app, ["run", str(settings), "--out", str(tmp_path / protocol)])
+        assert done.exit_code == 1, done.output
+        assert "12 does not divide" in done.output
+        assert "exact" in (tmp_path / protocol / "summary.md").read_text()
+
+
+def test_records_name_what_else_they_depend_on(tiny: Path, tmp_path: Path) -> None:
+    (record,) = run(config(tiny, methods=["exact"], samples=1, chunk=16), tmp_path)
+    assert record.settings is not None and record.kernels == "numba"
+    assert {"data": "python-docs", "start": 0, "chunk": 16, "question": None}.items() <= record.settings.items()
+    assert Record.from_json((tmp_path / "records.jsonl").read_text()) == record
 
 
 def test_a_failed_method_is_a_record_and_is_tried_again(tiny: Path, tmp_path: Path) -> None:
