@@ -76,7 +76,7 @@ def report(
     out: Annotated[Path | None, typer.Option(help="Where to write; by default the first folder.")] = None,
     sink: Annotated[str | None, typer.Option(help="Also send the numbers to trackio or wandb.")] = None,
 ) -> None:
-    """Write report.html, report.md and report.parquet of results folders."""
+    """Write report.html, report.md and, with pyarrow, report.parquet of results folders."""
     from kvcompress.runs.report.reading import read_results
     from kvcompress.runs.report.sinks import send
     from kvcompress.runs.report.writing import write_report
@@ -86,8 +86,13 @@ def report(
         console.print(f"left out: {reason}", markup=False, highlight=False)
     if sink is not None:
         console.print(f"{send(results, sink)} rows sent to {sink}", highlight=False)
-    for path in write_report(results, out or folders[0]):
+    written = write_report(results, out or folders[0])
+    for path in written:
         console.print(str(path), highlight=False, soft_wrap=True)
+    if not any(path.suffix == ".parquet" for path in written):
+        console.print(
+            "no report.parquet: pyarrow is not installed; install kvcompress[report]", markup=False, highlight=False
+        )
 
 
 @app.command()

@@ -14,7 +14,7 @@ DIFFERENCE_COLUMNS = ("task", "method", "difference to exact (95 %)", "win / tie
 
 
 CAPTION = (
-    "score ± standard error; stored KV of a sample and how many times smaller than exact at 16 bits; "
+    "score ± standard error; stored KV of a sample and how many times smaller than exact of this run (at 16 bits); "
     "samples of which something was evicted or packed when they were scored"
 )
 
@@ -30,13 +30,14 @@ def task_label(result: EvalResult) -> str:
 
 
 def cell(result: EvalResult) -> str:
-    """Score ± standard error, stored bytes and how much smaller than exact at 16 bits, and what was compressed."""
+    """Score ± standard error, stored bytes and how much smaller than exact, and what was compressed."""
     if result.status != "ok":
         return f"failed\n{result.error or ''}"[:120]
     error = "" if result.stderr is None else f" ± {result.stderr:.3f}"
     lines = [f"{result.score:.3f}{error}"]
-    if result.kv_bytes is not None and result.memory_ratio_16bit is not None:
-        lines.append(f"{_size(result.kv_bytes)}, {result.memory_ratio_16bit:.2f}x smaller")
+    if result.kv_bytes is not None and result.memory_ratio is not None and result.memory_ratio_16bit is not None:
+        at_16_bit = f"({result.memory_ratio_16bit:.2f}x at 16 bit)"
+        lines.append(f"{_size(result.kv_bytes)}, {result.memory_ratio:.2f}x smaller {at_16_bit}")
     lines.append(f"{result.compressed} of {len(result.samples)} compressed")
     if result.truncated:
         lines.append(f"{result.truncated} cut on the left")

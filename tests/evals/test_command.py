@@ -121,7 +121,8 @@ def test_a_whole_evaluation(
     assert "kivi(bits=2, group_size=5, residual=5) failed" in differences["piqa_local", FAILS]["refused"]
     summary = (out / "summary.md").read_text()
     assert f"{snapkv.score:.3f} ± {snapkv.stderr:.3f}<br>" in summary
-    assert f"{snapkv.memory_ratio_16bit:.2f}x smaller<br>8 of 8 compressed" in summary
+    smaller = f"{snapkv.memory_ratio:.2f}x smaller ({snapkv.memory_ratio_16bit:.2f}x at 16 bit)"
+    assert f"{smaller}<br>8 of 8 compressed" in summary
     assert "question after" in summary
 
     # The same command again measures only what failed, was edited, or is half.
@@ -330,7 +331,8 @@ def test_differences_are_paired_and_refused_where_they_must_be() -> None:
 
 
 def test_cells_say_what_was_not_compressed_or_was_cut() -> None:
-    result = made("a", [1.0, 0.0], stderr=0.25, kv_bytes=1.5e6, memory_ratio_16bit=3.906, compressed=1, truncated=2)
+    ratios = {"memory_ratio": 7.812, "memory_ratio_16bit": 3.906}
+    result = made("a", [1.0, 0.0], stderr=0.25, kv_bytes=1.5e6, **ratios, compressed=1, truncated=2)
     assert cell(result).split("\n") == [
         "0.500 ± 0.250",
         "1.50 MB, 3.91x smaller",

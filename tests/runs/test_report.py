@@ -3,6 +3,8 @@
 import json
 import math
 import re
+import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -46,6 +48,7 @@ def record(method: str, sample: int, nll: float, kv_bytes: int = 100, kl: float 
     made.nll_exact, made.ppl_exact, made.kl = 1.0, math.e, kl
     made.kv_bytes, made.kv_bytes_exact, made.memory_ratio, made.memory_ratio_16bit = kv_bytes, 400, 400 / kv_bytes, 2.0
     made.kept_tokens, made.top1_agreement, made.decode_ms_per_token, made.decode_ms_per_token_exact = 10, 0.5, 3.0, 2.0
+    made.evicted, made.packed, made.decode_ratios = method != "exact", False, [1.4, 1.5, 1.9]
     return made
 
 
@@ -60,7 +63,7 @@ def task_result(method: str, scores: list[float], kv_bytes: float = 100.0) -> Ev
     return EvalResult(
         f"key {method}", "m", "print", "needle", "1", method, 0, len(scores), 0, "", {"metadata": {"length": 64}},
         query_aware=True, metric="acc", higher_is_better=True, score=sum(scores) / len(scores), stderr=0.1,
-        samples=samples, compressed=len(scores), kv_bytes=kv_bytes, memory_ratio_16bit=2.0,
+        samples=samples, compressed=len(scores), kv_bytes=kv_bytes, memory_ratio=4.0, memory_ratio_16bit=2.0,
     )  # fmt: skip
 
 
@@ -229,6 +232,66 @@ def test_edited_and_half_written_task_results_are_left_out(tmp_path: Path) -> No
     assert [task.result.method for task in results.tasks] == ["exact"]
     assert "checksum" in results.skipped[0]
     assert str(paths[1]) in results.skipped[1]
+
+
+def test_tasks_of_two_limits_stand_apart(tmp_path: Path) -> None:
+    for limit in (8, 2):
+        for method in ("exact", "a"):
+            result = task_result(method, [1.0] * limit)
+            result.key, result.limit, result.data_hash = f"{method} {limit}", limit, f"hash of {limit}"
+            result.settings["metadata"]["samples"] = limit
+            write_task(tmp_path / str(limit), result, [0.5] * limit, [64] * limit)
+    found = {each.title: each for each in sections(read_results([tmp_path / "8", tmp_path / "2"]))}
+    parts = found["Tasks"].sections
+    title = "needle with m, the question inside the compressed part, length 64, seed 0, limit"
+    assert [part.title for part in parts] == [f"{title} 8", f"{title} 2"]
+    assert [[row[0].text for row in part.tables[0].rows] for part in parts] == [["a", "exact"]] * 2
+    assert "on the Pareto front" in parts[0].text[0] and "n=2 is too few" in parts[1].text[0]
+    places = found["Where the answer stood"].sections
+    assert [part.title.rpartition(", ")[2] for part in places] == ["limit 8", "limit 2"]
+
+
+def test_records_that_differ_in_anything_else_stand_apart(tmp_path: Path) -> None:
+    """By their own words where these tell them apart, by a hash where nothing else does."""
+    changes = [{}, {"chunk": 16}, {"chunk": 16, "weights": "other"}]
+    folders = []
+    for number, change in enumerate(changes):
+        made = [record(method, sample, 1.0) for method in ("exact", "a") for sample in range(2)]
+        for each in made:
+            each.settings = {"chunk": None, "weights": "those", **change}
+            each.config_hash += str(number)
+        folders.append(write_records(tmp_path / str(number), made))
+    found = {each.title: each for each in sections(read_results(folders))}
+    parts = found["Quality against stored bytes"].sections
+    titles = ["chunk None, weights those", "chunk 16, weights those", "chunk 16, weights other"]
+    assert [part.title.partition("scored, ")[2] for part in parts] == titles
+    assert len(parts) == 3 and len({part.anchor for part in parts}) == 3
+    assert [[row[-1].text for row in part.tables[0].rows] for part in parts] == [["2", "2"]] * 3
+    (both,) = sections(read_results(folders[:2]))[:1]
+    assert [part.title.partition("scored, ")[2] for part in both.sections] == ["chunk None", "chunk 16"]
+    (both,) = sections(read_results(folders[1:]))[:1]
+    assert [part.title.partition("scored, ")[2] for part in both.sections] == ["weights those", "weights other"]
+
+
+def test_times_are_the_same_in_table_and_chart(tmp_path: Path) -> None:
+    made = [record("a", 0, 1.0), record("a", 1, 1.0)]
+    made[0].decode_ratios, made[1].decode_ratios = [1.0, 2.0, 3.0], [4.0, 5.0]
+    found = {each.title: each for each in sections(read_results([write_records(tmp_path, made)]))}
+    table = found["Quality against stored bytes"].sections[0].tables[0]
+    shown = dict(zip(table.head, table.rows[0], strict=True))
+    assert shown["decode × exact"].text == "3.00 (2.00–4.00)"
+    assert "a 3.00 (2.00–4.00) behind 40 tokens" in found["Decode time"].sections[0].figures[0].alt
+    assert (shown["× smaller"].text, shown["at 16 bit"].text, shown["compressed"].text) == ("4.00", "2.00", "yes")
+
+
+def test_without_pyarrow_the_pages_are_written(measured: Path, tmp_path: Path) -> None:
+    """Nor is lm-eval needed."""
+    code = "import sys; sys.modules.update(pyarrow=None, lm_eval=None); from kvcompress.cli import main; main()"
+    command = [sys.executable, "-c", code, "report", str(measured), "--out", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "no report.parquet: pyarrow is not installed; install kvcompress[report]" in done.stdout
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"report", "report.html", "report.md"}
 
 
 def test_a_stopped_stream_says_so(tmp_path: Path) -> None:

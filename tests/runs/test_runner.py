@@ -1,5 +1,6 @@
 """Runs that are killed, stopped, refused by the disk or started twice lose no finished record."""
 
+import io
 import os
 import shutil
 import signal
@@ -10,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from kvcompress.cli import app
@@ -19,7 +21,7 @@ from kvcompress.runs.config import ConfigError, RunConfig, StreamingConfig
 from kvcompress.runs.records import RecordFile, RecordsError
 from kvcompress.runs.runner import run
 from kvcompress.runs.streaming import run_streaming
-from kvcompress.runs.summary import markdown, summarise
+from kvcompress.runs.summary import markdown, rich_table, summarise
 from kvcompress.texts import TextNotFound
 from tests.tiny import save_tiny
 
@@ -208,15 +210,40 @@ def test_summary_is_over_all_scored_tokens() -> None:
     def record(sample: int, nll: float, status: str = "ok") -> Record:
         made = Record("kivi | x", "m", "float32", "cpu", sample, "", 1, 1, "h", nll=nll, kl=nll, status=status)
         made.kv_bytes, made.kept_tokens, made.memory_ratio_16bit, made.top1_agreement = 2_000_000, 10, 4.0, 0.5
-        made.decode_ms_per_token, made.decode_ms_per_token_exact = 3.0, 2.0
+        made.memory_ratio, made.decode_ratios = 8.0, [1.0 + sample, 2.0, 3.0]
+        made.evicted, made.packed = True, sample == 0
         return made
 
     row = summarise([record(0, 1.0), record(1, 2.0), record(2, 99.0, "failed")])[0]
     assert row.ppl == pytest.approx(4.4816890703)  # exp(1.5)
     assert row.kl == 1.5
-    assert row.decode_ratio == 1.5
-    assert row.cells() == ["kivi | x", "4.00", "2.00", "10", "4.482", "1.5000", "0.500", "1.50", "2 (1 failed)"]
+    assert row.decode == (2.0, 2.0, 2.75)  # of 1, 2, 2, 2, 3, 3
+    assert row.cells() == [
+        *["kivi | x", "8.00", "4.00", "not packed", "2.00", "10", "4.482", "1.5000", "0.500"],
+        *["2.00 (2.00–2.75)", "2 (1 failed)"],
+    ]
     assert r"`kivi \| x`" in markdown([row], "t")
+
+
+def test_a_method_that_changes_nothing_is_marked(tiny: Path, tmp_path: Path) -> None:
+    """Of a prompt of 40 tokens; the last of kivi's tokens, the 40th and later, are packed while scoring."""
+    methods = {
+        "exact": "–",
+        "streaming_llm(sinks=2, window=5000)": "no",
+        "kivi(group_size=8, residual=64)": "no",
+        "kivi(group_size=8, residual=16)": "yes",
+        "snapkv(budget=0.5, window=8)": "yes",
+        "snapkv(budget=0.5, window=8) | kivi(group_size=8, residual=32)": "not packed",
+        "snapkv(budget=0.99, window=8) | kivi(group_size=8, residual=8)": "yes",
+        "snapkv(budget=100, window=8) | kivi(group_size=8, residual=8)": "not evicted",
+    }
+    rows = summarise(run(config(tiny, methods=[*methods], samples=1), tmp_path))
+    assert [row.compressed for row in rows] == [*methods.values()]
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(rich_table(rows, "t"))
+    shown = console.export_text()
+    assert shown.count("compressed: no") == 4 and max(map(len, shown.splitlines())) <= 80
+    assert "…" not in shown
 
 
 def test_no_nan_in_json() -> None:

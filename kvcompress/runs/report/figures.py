@@ -157,33 +157,41 @@ def divergence_figures(name: str, lines: Mapping[str, np.ndarray]) -> list[Figur
     return found
 
 
-def time_figure(name: str, times: Mapping[str, Mapping[int, float]], exact: Mapping[int, float]) -> Figure:
-    """Median decode time of a token against the length of the prefix; with one length, a bar a method."""
+def time_figure(name: str, times: Mapping[str, Mapping[int, tuple[float, float, float]]]) -> Figure:
+    """Quartiles of the decode time over exact's against the length of the prefix; with one length, a bar a method."""
     lengths = sorted({length for each in times.values() for length in each})
+    label = "time of one step over exact's"
     if len(lengths) > 1:
         picture, (axes,) = drawing(height=4.2)
-        curves = {method: (list(each), list(each.values())) for method, each in times.items()}
-        plot_lines(axes, curves, "tokens in the prefix", "ms per token", log_x=True, log_y=True)
+        curves = {method: (list(each), [middle for _, middle, _ in each.values()]) for method, each in times.items()}
+        plot_lines(axes, curves, "tokens in the prefix", label, log_x=True)
+        for index, each in enumerate(times.values()):
+            ends = [(low, high) for low, _, high in each.values()]
+            axes.vlines(list(each), *zip(*ends, strict=True), color=COLOURS[index % len(COLOURS)], linewidth=1)
         axes.set_xticks(lengths, [str(length) for length in lengths])
         axes.minorticks_off()
+        axes.axhline(1, color="black", linestyle=":", linewidth=1)
         picture.legend(loc="outside lower center", ncols=1, fontsize=8, frameon=False)
     else:
         picture, (axes,) = drawing(height=0.9 + 0.27 * len(times))
-        names = list(times)
-        values = [times[method][lengths[0]] for method in names]
-        axes.barh(range(len(names)), values, color="white", edgecolor="black", hatch="//", height=0.6)
-        for row, value in enumerate(values):
-            axes.text(value, row, f" {value:.3g}", va="center", fontsize=8)
-        axes.axvline(exact[lengths[0]], color="black", linestyle=":", linewidth=1)
-        axes.set_yticks(range(len(names)), [_wrapped(method, 30) for method in names], fontsize=8)
+        values = [each[lengths[0]] for each in times.values()]
+        axes.barh(range(len(times)), [middle for _, middle, _ in values], color="white", edgecolor="black", height=0.6)
+        for row, (low, middle, high) in enumerate(values):
+            axes.plot([low, high], [row, row], color="black", marker="|", linewidth=1)
+            axes.text(max(middle, high), row, f"  {middle:.2f}", va="center", fontsize=8)
+        axes.axvline(1, color="black", linestyle=":", linewidth=1)
+        axes.set_yticks(range(len(times)), [_wrapped(method, 30) for method in times], fontsize=8)
         axes.invert_yaxis()
         axes.margins(x=0.12)
-        axes.set_xlabel(f"ms per token behind {lengths[0]} tokens", fontsize=9)
-    alt = "Decode time of one token in milliseconds: " + "; ".join(
-        f"{method} " + ", ".join(f"{ms:.3g} behind {length} tokens" for length, ms in each.items())
+        axes.set_xlabel(f"{label}, behind {lengths[0]} tokens", fontsize=9)
+    alt = "Time of one decode step over exact's, median and quartiles: " + "; ".join(
+        f"{method} "
+        + ", ".join(
+            f"{mid:.2f} ({low:.2f}–{high:.2f}) behind {length} tokens" for length, (low, mid, high) in each.items()
+        )
         for method, each in times.items()
     )
-    caption = "Median of single-token calls." + (" Dotted: exact." if len(lengths) == 1 else "")
+    caption = "Median of steps taken in turns with exact's; lines are quartiles. Dotted: exact's."
     return Figure(name, alt, caption, to_png(picture))
 
 

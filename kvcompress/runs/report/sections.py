@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from statistics import fmean
-from typing import TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -18,20 +18,21 @@ from kvcompress.runs.report import figures
 from kvcompress.runs.report.content import Cell, Figure, Section, Table
 from kvcompress.runs.report.quality import Comparison, by_method, divergences, family, perplexities, task_scores
 from kvcompress.runs.report.reading import Results, TaskResult
+from kvcompress.runs.report.settings import (
+    alike,
+    grouped,
+    record_facts,
+    record_title,
+    stream_facts,
+    task_facts,
+    task_title,
+)
 
-T = TypeVar("T")
-K = TypeVar("K")
+LENGTHS = ("task", "task_version", "length", "lengths", "data_hash")
+"""Facts of a task in which the maps of one family may differ."""
 
 MOST_DEPTHS = 10
 """Rows of a heat map; more depths are put together."""
-
-
-def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
-    """The items of each key, in their order."""
-    found: dict[K, list[T]] = {}
-    for item in items:
-        found.setdefault(key(item), []).append(item)
-    return found
 
 
 def sections(results: Results) -> list[Section]:
@@ -48,28 +49,6 @@ def sections(results: Results) -> list[Section]:
         _streaming_section(results.streams),
     ]
     return [section for section in found if section is not None]
-
-
-def setting(record: Record) -> str:
-    """What records must share to stand in one table."""
-    question = "" if record.query_aware is None else ", a question after compression"
-    return (
-        f"{record.model}, {record.dtype} on {record.device}, prefix {record.tokens_prefix}, "
-        f"{record.tokens_scored} scored{question}"
-    )
-
-
-def task_setting(result: EvalResult) -> str:
-    """The same for results of tasks."""
-    parts = [f"{result.task} with {result.model}"]
-    if result.num_fewshot:
-        parts.append(f"{result.num_fewshot}-shot")
-    if result.query_aware is not None:
-        parts.append("the question inside the compressed part" if result.query_aware else "the question after it")
-    metadata = result.settings.get("metadata") or {}
-    parts += [f"{name} {value}" for name, value in metadata.items() if name not in ("seed", "samples")]
-    parts.append(f"seed {result.seed}")
-    return ", ".join(parts)
 
 
 def ranking(comparison: Comparison) -> str:
@@ -96,7 +75,7 @@ def _prefix_section(records: Sequence[Record], families: Sequence[str]) -> Secti
     if not records:
         return None
     section = Section("Quality against stored bytes")
-    for number, (title, group) in enumerate(grouped(records, setting).items()):
+    for number, (title, group) in enumerate(alike(records, record_title, record_facts).items()):
         comparisons = [perplexities(group), divergences(group)]
         part = Section(title, [text for text in map(ranking, comparisons) if text])
         part.tables.append(_methods_table(group, *comparisons))
@@ -119,13 +98,17 @@ def _methods_table(records: Sequence[Record], ppl: Comparison, kl: Comparison) -
     verdicts = {point.method: point.difference for point in ppl.points}
     rows = []
     for row in summary.summarise(records):
-        name, smaller, megabytes, kept, perplexity, divergence, top1, decode, samples = row.cells()
+        name, smaller, at_16_bit, compressed, megabytes, kept, perplexity, divergence, top1, decode, samples = (
+            row.cells()
+        )
         low, high = intervals.get(row.method, (None, None))
         verdict = verdicts.get(row.method)
         rows.append(
             [
                 Cell(name),
-                Cell(smaller, row.memory_ratio_16bit),
+                Cell(smaller, row.memory_ratio),
+                Cell(at_16_bit, row.memory_ratio_16bit),
+                Cell(compressed),
                 Cell(megabytes, row.kv_megabytes),
                 Cell(kept, row.kept_tokens),
                 Cell(perplexity, row.ppl),
@@ -133,14 +116,18 @@ def _methods_table(records: Sequence[Record], ppl: Comparison, kl: Comparison) -
                 Cell(divergence, row.kl),
                 Cell("–" if low is None or high is None else f"{low:.4f} to {high:.4f}", low),
                 Cell(top1, row.top1_agreement),
-                Cell(decode, row.decode_ratio),
+                Cell(decode, row.decode[1] if row.decode else None),
+                Cell("–" if row.decode_ms is None else f"{row.decode_ms:.3g}", row.decode_ms),
                 Cell(samples, row.samples),
             ]
         )
-    head = ["method", "× smaller (16 bit)", "KV MB", "tokens kept", "ppl", "ppl against exact", "KL (nats)", "KL, 95 %"]
+    head = ["method", "× smaller", "at 16 bit", "compressed", "KV MB", "tokens kept", "ppl", "ppl against exact"]
+    head += ["KL (nats)", "KL, 95 %", "top-1", "decode × exact", "ms a token", "samples"]
     return Table(
-        "Means over samples. × smaller compares with the exact cache at 16 bits a value.",
-        [*head, "top-1", "decode × exact", "samples"],
+        "Means over samples. × smaller compares with the exact cache of the same run, at 16 bit with one of 16 bits a "
+        "value. Compressed: whether anything was evicted or packed when the last token was scored. Decode: time of one "
+        "step over exact's, taken in turns, the median of all steps (quartiles).",
+        head,
         rows,
     )
 
@@ -149,7 +136,7 @@ def _task_section(results: Sequence[EvalResult], families: Sequence[str]) -> Sec
     if not results:
         return None
     section = Section("Tasks", ["Every score went through the compressed cache of its method."])
-    for number, (title, group) in enumerate(grouped(results, task_setting).items()):
+    for number, (title, group) in enumerate(alike(results, task_title, task_facts).items()):
         comparison = task_scores(group)
         part = Section(title, [text for text in [ranking(comparison)] if text], tables=[_task_table(group, comparison)])
         if len(comparison.points) > 1:
@@ -175,18 +162,19 @@ def _task_table(results: Sequence[EvalResult], comparison: Comparison) -> Table:
                 Cell(result.method),
                 Cell(score, result.score),
                 Cell("–" if result.kv_bytes is None else f"{result.kv_bytes / 1e6:.2f}", result.kv_bytes),
-                Cell(
-                    "–" if result.memory_ratio_16bit is None else f"{result.memory_ratio_16bit:.2f}",
-                    result.memory_ratio_16bit,
+                *(
+                    Cell("–" if ratio is None else f"{ratio:.2f}", ratio)
+                    for ratio in (result.memory_ratio, result.memory_ratio_16bit)
                 ),
                 Cell(f"{result.compressed} of {len(result.samples)}", result.compressed),
                 Cell(texts[0], found.mean if isinstance(found, PairedDifference) else None),
                 *map(Cell, texts[1:]),
             ]
         )
-    head = ["method", f"{comparison.measure} ± s.e.", "KV MB", "× smaller (16 bit)"]
+    head = ["method", f"{comparison.measure} ± s.e.", "KV MB", "× smaller", "at 16 bit"]
     return Table(
-        "Compressed: samples of which something was evicted or packed when they were scored.",
+        "× smaller compares with the exact cache of the same run. Compressed: samples of which something was "
+        "evicted or packed when they were scored.",
         [*head, "compressed", "difference to exact [95 %]", "win / tie / loss", "verdict"],
         rows,
     )
@@ -197,13 +185,21 @@ def _needle_section(tasks: Sequence[TaskResult]) -> Section | None:
     if not placed:
         return None
     section = Section("Where the answer stood", ["Mean score by the depth of the answer and the length of the prompt."])
-    kinds = grouped(placed, lambda task: (task.family, task.result.query_aware, task.result.model))
-    for number, ((name, aware, model), group) in enumerate(kinds.items()):
-        where = "inside" if aware else "after"
-        title = f"{name or group[0].result.task} with {model}, the question {where} the compressed part"
+    for number, (title, group) in enumerate(alike(placed, _place_title, _place_facts).items()):
         grids = {method: _grid(own) for method, own in grouped(group, lambda task: task.result.method).items()}
         section.sections.append(Section(title, figures=[figures.heat_maps(f"depth-{number}", title, grids)]))
     return section
+
+
+def _place_title(task: TaskResult) -> str:
+    where = "inside" if task.result.query_aware else "after"
+    return f"{task.family or task.result.task} with {task.result.model}, the question {where} the compressed part"
+
+
+def _place_facts(task: TaskResult) -> dict[str, Any]:
+    """Tasks of one family that differ in length alone are columns of one map."""
+    facts = {name: value for name, value in task_facts(task.result).items() if name not in LENGTHS}
+    return {**facts, "family": task.family or task.result.task}
 
 
 def _grid(tasks: Sequence[TaskResult]) -> tuple[list[int], list[float], np.ndarray]:
@@ -227,7 +223,7 @@ def _grid(tasks: Sequence[TaskResult]) -> tuple[list[int], list[float], np.ndarr
 
 def _kept_section(results: Results) -> Section | None:
     section = Section("Kept tokens", ["Which positions of the first sample's prefix each layer and KV head kept."])
-    for number, (title, group) in enumerate(grouped(results.records, setting).items()):
+    for number, (title, group) in enumerate(alike(results.records, record_title, record_facts).items()):
         part = Section(f"Kept: {title}")
         complete: list[str] = []
         for record in group:
@@ -248,7 +244,7 @@ def _kept_section(results: Results) -> Section | None:
 
 def _divergence_section(results: Results) -> Section | None:
     section = Section("KL along the scored tokens")
-    for number, (title, group) in enumerate(grouped(results.records, setting).items()):
+    for number, (title, group) in enumerate(alike(results.records, record_title, record_facts).items()):
         lines = {}
         for method, records in by_method(group).items():
             curves = [results.details[record.key].kl for record in records if record.key in results.details]
@@ -261,18 +257,20 @@ def _divergence_section(results: Results) -> Section | None:
 
 
 def _time_section(records: Sequence[Record]) -> Section | None:
-    section = Section("Decode time")
-    kinds = grouped(records, lambda record: (record.model, record.dtype, record.device))
-    for number, ((model, dtype, device), group) in enumerate(kinds.items()):
-        times: dict[str, dict[int, float]] = {}
-        exact: dict[int, float] = {}
-        for method, own in by_method(group).items():
-            for length, same in sorted(grouped(own, lambda record: record.tokens_prefix).items()):
-                times.setdefault(method, {})[length] = fmean(record.decode_ms_per_token or 0.0 for record in same)
-                exact[length] = fmean(record.decode_ms_per_token_exact or 0.0 for record in same)
+    section = Section("Decode time", ["Time of one step over exact's, as in the tables above."])
+    kinds = alike(
+        records,
+        lambda record: f"Time: {record.model}, {record.dtype} on {record.device}",
+        lambda record: {name: value for name, value in record_facts(record).items() if name != "prefix"},
+    )
+    for number, (title, group) in enumerate(kinds.items()):
+        times: dict[str, dict[int, tuple[float, float, float]]] = {}
+        for length, same in sorted(grouped(group, lambda record: record.tokens_prefix).items()):
+            for row in summary.summarise(same):
+                if row.decode is not None:
+                    times.setdefault(row.method, {})[length] = row.decode
         if times:
-            figure = figures.time_figure(f"time-{number}", times, exact)
-            section.sections.append(Section(f"Time: {model}, {dtype} on {device}", figures=[figure]))
+            section.sections.append(Section(title, figures=[figures.time_figure(f"time-{number}", times)]))
     return section if section.sections else None
 
 
@@ -280,8 +278,9 @@ def _streaming_section(streams: Sequence[StreamRecord]) -> Section | None:
     if not streams:
         return None
     section = Section("Streaming")
-    kinds = grouped(streams, lambda line: (line.model, line.dtype, line.device, line.segments, line.data_hash))
-    for number, ((model, dtype, device, segments, _), group) in enumerate(kinds.items()):
+    kinds = alike(streams, lambda line: f"{line.model}, {line.dtype} on {line.device}", stream_facts)
+    for number, (title, group) in enumerate(kinds.items()):
+        segments = group[0].segments
         calls = sorted({line.tokens_per_call for line in group if line.tokens_per_call is not None})
         text = "One text is fed." if segments == 1 else f"{segments} segments of one text are the rows of a batch."
         if calls and calls[-1] > 1:
@@ -289,7 +288,7 @@ def _streaming_section(streams: Sequence[StreamRecord]) -> Section | None:
                 f" Up to {calls[-1]} tokens are fed in one call, and a method that acts on every call evicts once a "
                 "call; times are of calls of one token a segment."
             )
-        part = Section(f"{model}, {dtype} on {device}, {max(line.end for line in group)} tokens", [text])
+        part = Section(f"{title}, {max(line.end for line in group)} tokens", [text])
         rows = streaming_summary.summarise(group)
         cells = [[Cell(text, _number(text)) for text in row.cells()] for row in rows]
         head: list[str] = list(streaming_summary.COLUMNS)

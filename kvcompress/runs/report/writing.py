@@ -8,9 +8,11 @@ import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import yaml
 from markupsafe import Markup, escape
 
@@ -18,20 +20,16 @@ from kvcompress.evals.results import EvalResult
 from kvcompress.measure.record import versions
 from kvcompress.runs.records import write_whole
 from kvcompress.runs.report.content import Cell, Listing, Section, Table
-from kvcompress.runs.report.reading import ReportError, Results
-from kvcompress.runs.report.sections import grouped, sections
+from kvcompress.runs.report.reading import Results
+from kvcompress.runs.report.sections import sections
+from kvcompress.runs.report.settings import grouped
 
 
 def write_report(results: Results, out: Path) -> list[Path]:
     """Writes report.html, report.md with its figures in report/, and report.parquet into `out`, and gives their paths.
 
-    Raises ReportError if jinja2 or pyarrow is not installed, RecordsError if `out` cannot be written.
+    Without pyarrow there is no report.parquet. Raises RecordsError if `out` cannot be written.
     """
-    try:
-        import jinja2
-        import pyarrow  # noqa: F401
-    except ImportError as error:
-        raise ReportError(f"a report needs {error.name}, which is not installed; install kvcompress[eval]") from None
     parts = [*sections(results), _making(results)]
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("kvcompress.runs.report", "."),
@@ -51,6 +49,8 @@ def write_report(results: Results, out: Path) -> list[Path]:
     write_whole(page, environment.get_template("report.html.jinja").render(content))
     markdown = environment.get_template("report.md.jinja").render(content)
     write_whole(text, re.sub(r"\n{3,}", "\n\n", markdown).strip() + "\n")
+    if find_spec("pyarrow") is None:
+        return [page, text]
     write_whole(table, parquet(results))
     return [page, text, table]
 
