@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import hashlib
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,11 +32,9 @@ __all__ = [
     "load_config",
     "load_model",
     "load_tokenizer",
-    "weights_fingerprint",
 ]
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-SAMPLED_VALUES = 4096
 
 
 def load_config(name_or_path: str | Path, trust_remote_code: bool = False) -> PreTrainedConfig:
@@ -105,35 +101,6 @@ def load_model(
             "random: expected the checkpoint of a causal language model"
         )
     return (model if device == "auto" else model.to(device)).eval()
-
-
-def weights_fingerprint(model: PreTrainedModel) -> str:
-    """SHA-256 that tells models apart whose KV must not be mixed, in well under a second for most.
-
-    It covers the configuration (less what saving adds, paths and the choice of attention kernel) and, of each
-    parameter and saved buffer, name, dtype, shape and up to 4,096 evenly spaced values and the last one. A change to
-    other values alone goes unseen; a fine-tune, a merge or another dtype does not.
-
-    Raises:
-        ValueError: a parameter has no data here (offloaded to disk, or on the meta device).
-    """
-    import torch
-
-    added_by_saving = ("architectures", "dtype", "transformers_version")
-    config = {
-        key: value
-        for key, value in model.config.to_dict().items()
-        if not key.startswith("_") and key not in added_by_saving
-    }
-    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
-    for name, tensor in sorted(model.state_dict().items()):
-        if tensor.is_meta:
-            raise ValueError(f"parameter {name!r} holds no data here: load the model without offloading it")
-        flat = tensor.detach().flatten()
-        sample = torch.cat([flat[:: max(1, flat.numel() // SAMPLED_VALUES)][:SAMPLED_VALUES], flat[-1:]])
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(sample.cpu().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _from_pretrained(loader: Any, name_or_path: str | Path, **options: Any) -> Any:

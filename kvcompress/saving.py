@@ -23,8 +23,8 @@ from kvcompress.cache import CompressedCache
 from kvcompress.cache_layer import CacheLayer
 from kvcompress.decoder import layer_windows
 from kvcompress.errors import CacheError
+from kvcompress.fingerprint import weights_fingerprint
 from kvcompress.methods.base import Method
-from kvcompress.models import weights_fingerprint
 from kvcompress.rope import rotaries
 from kvcompress.saved_layer import Count, Mismatch, SavedLayer, StoreState, Strict, check_layer
 from kvcompress.stores.dense import DenseStore

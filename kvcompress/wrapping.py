@@ -21,6 +21,7 @@ from kvcompress.cache_layer import refuse_gradients
 from kvcompress.compat import cache_argument
 from kvcompress.decoder import decoder_of, layer_windows
 from kvcompress.errors import CacheError, WrapError
+from kvcompress.fingerprint import Watch
 from kvcompress.inputs import (
     cache_in,
     call_arguments,
@@ -33,7 +34,6 @@ from kvcompress.inputs import (
 )
 from kvcompress.methods.base import Method
 from kvcompress.methods.exact import Exact
-from kvcompress.models import weights_fingerprint
 from kvcompress.prompt import Part, check_chunk, chunk_sizes, parts, stays_in_range
 from kvcompress.rope import Rotary, rotaries
 from kvcompress.text_form import parse
@@ -65,14 +65,16 @@ class Wrapped:
         self.decoder = decoder_of(model)
         check_runs(model, self.decoder, self.windows)
         self.cache_name = cache_argument(model.forward)
-        self._rotaries: list[Rotary | None] | None = None
-        self._identity: str | None = None
+        self._rotaries: tuple[str, list[Rotary | None]] | None = None  # with the identity they belong to
+        self._watch = Watch(model)
+        self._identity: str | None = None  # when it was last looked at
+        self._entered_anew = False
         self._cache: CompressedCache | None = None
         self._undo: list[Callable[[], None]] = []
         if method.position_mode == "cache":
             self.rotaries()
-        if prefix_cache is not None and prefix_cache.identity != self.identity:
-            raise CacheError("this prefix cache was made for another model (or other weights or dtype); make a new one")
+        if prefix_cache is not None:
+            prefix_cache.check_model(model)
         if self.windows and None not in self.windows and not isinstance(method, Exact):
             warnings.warn(
                 f"every layer of {type(model).__name__} has a sliding or chunked window of its own, which is kept "
@@ -87,6 +89,7 @@ class Wrapped:
                 "this model was compiled by model.compile(); a wrapped model runs uncompiled: load it again"
             )
         attention.register()
+        self._entered_anew = True
         self._set(self.model, "_kvcompress_wrapped", self)
         self._set(self.model, "__deepcopy__", self._copy_of_model)
         for config in attention.configs_of(self.model):
@@ -145,30 +148,32 @@ class Wrapped:
 
     @property
     def identity(self) -> str:
-        """A fingerprint of the model's configuration and weights."""
-        if self._identity is None:
-            self._identity = weights_fingerprint(self.model)
+        """A fingerprint of the model's configuration, weights and adapters as they are now."""
+        self._identity = self._watch.fingerprint(thorough=self._entered_anew)
+        self._entered_anew = False
         return self._identity
 
     def rotaries(self) -> list[Rotary | None]:
         """Every layer's rotary, checked against the model's own. Raises RotaryError where it cannot be done."""
-        if self._rotaries is None:
+        identity = self.identity
+        if self._rotaries is None or self._rotaries[0] != identity:
             entered = bool(self._undo)
             self.unwrap()  # the check runs the plain model
             try:
-                self._rotaries = rotaries(self.model)
+                self._rotaries = identity, rotaries(self.model)
             finally:
                 if entered:
                     self.__enter__()
-        return self._rotaries
+        return self._rotaries[1]
 
     @torch.no_grad()
     def __call__(
         self, ids: Tensor, cache: CompressedCache | None = None, attention_mask: Tensor | None = None, **options: Any
     ) -> Any:
         """One forward pass of `ids` [B, T] over `cache`: the prompt if it is empty, else decoding."""
-        cache = cache if cache is not None else self.new_cache()
         self._require_entered()
+        cache = cache if cache is not None else self.new_cache()
+        self.check(cache)
         return self.model(ids, attention_mask=attention_mask, **{self.cache_name: cache}, use_cache=True, **options)
 
     @torch.no_grad()
@@ -261,14 +266,16 @@ class Wrapped:
         """How many ids the model can embed."""
         return getattr(self.model.get_input_embeddings(), "num_embeddings", None)
 
-    def check(self, cache: Any) -> None:
+    def check(self, cache: Any, look: bool = True) -> None:
+        """Refuses a cache of another kind or model; without `look`, of the model as it was when last looked at."""
         if not isinstance(cache, CompressedCache):
             raise WrapError(
                 f"the call was given a {type(cache).__name__}; while wrapped, use wrapped.new_cache() or give none"
             )
-        if cache.identity != self.identity:
+        if cache.identity != (self.identity if look or self._identity is None else self._identity):
             raise CacheError(
-                "this cache was made for another model (or other weights or dtype); make one with wrapped.new_cache()"
+                "this cache was made for another model (or other weights, adapters, settings or dtype; this one may "
+                "have changed since); make one with wrapped.new_cache()"
             )
 
     def _before(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -289,7 +296,7 @@ class Wrapped:
                 stacklevel=2,
             )
             return None
-        self.check(cache)
+        self.check(cache, look=not cache.columns)  # in the steps of generate, once at its start
         given = [value for value in arguments.values() if isinstance(value, torch.Tensor)]
         refuse_gradients(*given, *(self.model.parameters() if torch.is_grad_enabled() else ()))
         self._cache = cache

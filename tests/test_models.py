@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers import models as tokenizer_models
@@ -209,34 +207,6 @@ def test_a_tokenizer_without_bos_adds_no_token(tmp_path: Path, special: dict[str
     if special:
         padded = tokenizer(["a", "abc"], padding=True)
         assert padded["attention_mask"] == [[0, 0, 1], [1, 1, 1]]
-
-
-def test_the_fingerprint_outlives_saving_but_not_another_dtype(tmp_path: Path) -> None:
-    model = tiny_llama()
-    before = models.weights_fingerprint(model)
-    model.save_pretrained(tmp_path)
-    loaded = models.load_model(tmp_path, device="cpu")
-    loaded.set_attn_implementation("eager")
-    assert models.weights_fingerprint(loaded) == before
-    assert models.weights_fingerprint(loaded.bfloat16()) != before
-    assert models.weights_fingerprint(tiny_llama(rms_norm_eps=1e-3)) != before
-
-
-@given(which=st.integers(0, 10**6))
-def test_the_fingerprint_sees_any_changed_parameter(which: int) -> None:
-    model = tiny_llama()
-    before = models.weights_fingerprint(model)
-    parameters = list(model.parameters())
-    with torch.no_grad():
-        parameters[which % len(parameters)].mul_(1.5)
-    assert models.weights_fingerprint(model) != before
-
-
-def test_the_fingerprint_refuses_offloaded_weights() -> None:
-    with torch.device("meta"):
-        model = tiny_llama()
-    with pytest.raises(ValueError, match="holds no data here"):
-        models.weights_fingerprint(model)
 
 
 def test_smollm2_has_the_weights_of_its_gguf_file(smollm2: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> None:

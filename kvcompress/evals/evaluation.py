@@ -17,6 +17,7 @@ from lm_eval.evaluator import evaluate
 from kvcompress.evals.answers import Answers
 from kvcompress.evals.model import CompressedLM, Use
 from kvcompress.evals.results import EvalResult, ResultsFolder, SampleResult
+from kvcompress.fingerprint import weights_fingerprint
 from kvcompress.measure.record import digest
 from kvcompress.runs.records import RecordsError
 
@@ -66,6 +67,8 @@ def evaluate_all(
     What `folder` holds already is not run again, down to single answers of a task that was stopped. A task that fails
     under a method gives a result with status "failed" and its error, which the next run tries again.
     """
+    for model in {id(lm.model): lm.model for lm in models}.values():
+        weights_fingerprint(model)  # notices what no counter shows
     results = []
     for task_name, task in tasks.items():
         for lm in models:

@@ -32,6 +32,7 @@ from kvcompress.evals.memory import Rows, first_rows
 from kvcompress.evals.requests import continuation_of, tokens_behind_cut, windows_of
 from kvcompress.evals.results import all_versions
 from kvcompress.evals.stored import StoredKV
+from kvcompress.fingerprint import weights_fingerprint
 from kvcompress.measure.record import digest
 from kvcompress.methods.base import Method, PositionMode
 from kvcompress.text_form import parse
@@ -119,6 +120,7 @@ class CompressedLM(HFLM):
     def set_cache_hook(self, cache_hook: CacheHook) -> None:
         """Takes lm-eval's answer cache, with keys of its own for this model and method."""
         super().set_cache_hook(cache_hook)
+        weights_fingerprint(self.model)  # notices what no counter shows
         versions = all_versions()
         self._keys = AnswerKeys(lambda: digest([self.answers_fingerprint(), versions]))
         self._keys.use_in(cache_hook)

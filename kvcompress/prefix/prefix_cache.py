@@ -14,16 +14,16 @@ from kvcompress.budget import parse_bytes
 from kvcompress.cache import CompressedCache
 from kvcompress.decoder import layer_windows
 from kvcompress.errors import CacheError
+from kvcompress.fingerprint import Watch
 from kvcompress.methods.base import Method
 from kvcompress.methods.exact import Exact
-from kvcompress.models import weights_fingerprint
 from kvcompress.prefix.block_kv import BlockKV, ColumnSums, Layout, Source
 from kvcompress.prefix.blocks import block_keys, check_block, extra_bytes
 from kvcompress.prefix.compressed import CompressedPrefix, check_compressed, compressed_key
 from kvcompress.prefix.match import Match
 from kvcompress.prefix.radix import Pinned, RadixTree
 from kvcompress.prefix.reuse import Reuse
-from kvcompress.prefix.rotary_settings import rotary_settings
+from kvcompress.prefix.rotary_settings import refuse_length_dependent
 from kvcompress.stores.dense import DenseStore
 from kvcompress.text_form import parse
 
@@ -59,7 +59,9 @@ class PrefixCache:
     prompts. `salt`: whose prompts these are; `tenant` gives another owner's view of the same memory. `checkpoint`:
     every so many tokens of a prompt under H2O its column sums are stored too, and later prompts under H2O begin there.
 
-    A block's key covers all tokens up to its end, the weights' fingerprint, dtype, device, rotary settings and salt.
+    A block's key covers all tokens up to its end, the model's fingerprint as it is at that moment, the device and the
+    salt: another adapter, or weights changed in place, find nothing of what was stored before, and find it again when
+    they are put back.
     Sliding layers are stored whole, so that every block can be begun from.
 
     Raises WrapError for a model whose layers keep anything but plain keys and values, CacheError where a token's KV
@@ -79,11 +81,21 @@ class PrefixCache:
             raise ValueError(f"checkpoint={checkpoint!r}: expected tokens, a multiple of block={block}")
         self.windows = layer_windows(model)
         self.block, self.checkpoint = block, checkpoint
-        self.identity = weights_fingerprint(model)
-        self._model, self._salt = model, _checked_salt(salt)
-        self._names = {"weights": self.identity, "dtype": str(model.dtype), "rotary": rotary_settings(model)}
+        refuse_length_dependent(model)
+        self._model, self._watch, self._salt = model, Watch(model), _checked_salt(salt)
+        self._watch.fingerprint(thorough=True)
         size, blocks = _capacity(capacity, block)
         self._shared = _Shared(RadixTree(size), blocks)
+
+    @property
+    def identity(self) -> str:
+        """A fingerprint of the model's configuration, weights and adapters as they are now."""
+        return self._watch.fingerprint()
+
+    def check_model(self, model: PreTrainedModel) -> None:
+        """Raises CacheError unless this prefix cache serves `model`: its own, or one that equals it now."""
+        if model is not self._model and Watch(model).fingerprint() != self.identity:
+            raise CacheError("this prefix cache was made for another model (or other weights or dtype); make a new one")
 
     def tenant(self, salt: bytes) -> PrefixCache:
         """The same memory for another owner's prompts, which never match these."""
@@ -149,7 +161,7 @@ class PrefixCache:
                     "wrap(model, method, prefix_cache=...), which stores it in time"
                 )
             sources.append(Source(layer.store.keys[row], layer.store.values[row]))
-        return self.store(self.keys(tokens), Layout(cache, self.block), sources) * self.block
+        return self.store(self.keys(tokens, identity=cache.identity), Layout(cache, self.block), sources) * self.block
 
     def insert_compressed(self, ids: Sequence[int] | Tensor, cache: CompressedCache) -> bool:
         """Keeps what a prefill of the prompt `ids` [N] left in `cache` under a lossy method; False if it doesn't fit.
@@ -180,9 +192,12 @@ class PrefixCache:
                 self.count(1, len(tokens), len(tokens))
             return cache
 
-    def keys(self, tokens: Sequence[int], chunk: int | None = None) -> list[bytes]:
-        """The keys of a prompt's full blocks. KV computed `chunk` tokens at a time has keys of its own."""
-        return block_keys(tokens, self.block, extra_bytes({**self._key_names(), "chunk": str(chunk or "")}))
+    def keys(self, tokens: Sequence[int], chunk: int | None = None, identity: str | None = None) -> list[bytes]:
+        """The keys of a prompt's full blocks. KV computed `chunk` tokens at a time has keys of its own.
+
+        `identity` is the model's, where it was just looked at.
+        """
+        return block_keys(tokens, self.block, extra_bytes({**self._key_names(identity), "chunk": str(chunk or "")}))
 
     def _settle_capacity(self, layout: Layout) -> None:
         """Makes bytes of a capacity in tokens, now that a block's size is known."""
@@ -190,19 +205,21 @@ class PrefixCache:
         if shared.blocks is not None and not shared.tree.capacity:
             shared.tree.capacity = shared.blocks * layout.block_bytes
 
-    def _key_names(self) -> dict[str, str | bytes]:
-        return {**self._names, "device": str(self._model.device), "salt": self._salt}
+    def _key_names(self, identity: str | None = None) -> dict[str, str | bytes]:
+        return {"weights": identity or self.identity, "device": str(self._model.device), "salt": self._salt}
 
     def begin(self, cache: CompressedCache, ids: Tensor, counts: list[int], chunk: int | None = None) -> Reuse | None:
         """A prefill of `ids` [B, N] into `cache` that reuses what is stored; None where it has to run by itself.
 
-        That is on a filled cache, with padding, and under autocast. Also in chunks that are no whole blocks, and in
-        any chunks where the method acts after each of them or scores are gathered.
+        That is on a filled cache, with padding, under autocast, and for a model that no longer equals the one that
+        this was made for. Also in chunks that are no whole blocks, and in any chunks where the method acts after each
+        of them or scores are gathered.
         """
         if (
             cache.columns
             or any(count != ids.shape[1] for count in counts)
             or torch.is_autocast_enabled(ids.device.type)
+            or cache.identity != self.identity
         ):
             return None
         if chunk is not None and (cache.method.every_call or cache.gathers_scores or chunk % self.block):

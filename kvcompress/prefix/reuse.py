@@ -29,7 +29,7 @@ class Reuse:
         self.owner, self.cache, self.chunk = owner, cache, chunk
         self.rows, self.columns = ids.shape
         self.parts: list[slice] = []
-        self._keys = [owner.keys(row, chunk) for row in ids.tolist()]
+        self._keys = [owner.keys(row, chunk, cache.identity) for row in ids.tolist()]
         self._method, self._rotaries = cache.method, cache.rotaries
         self._before = dict(cache.__dict__)
         self._matches: list[Match] = []

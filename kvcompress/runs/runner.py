@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from kvcompress.fingerprint import weights_fingerprint
 from kvcompress.measure.quality import Details, evaluate_sample
 from kvcompress.measure.record import Record, digest
 from kvcompress.methods.base import Method
-from kvcompress.models import load_model, load_tokenizer, weights_fingerprint
+from kvcompress.models import load_model, load_tokenizer
 from kvcompress.prefix.prefix_cache import PrefixCache
 from kvcompress.runs.config import ConfigError, Experiment, RunConfig
 from kvcompress.runs.details import write_details

@@ -45,7 +45,7 @@ def hf(**options: Any) -> Any:
 
 
 def compressed(method: str, **options: Any) -> CompressedLM:
-    return CompressedLM(model(), method, tokenizer=trained(), **options)
+    return CompressedLM(**{"pretrained": model(), "method": method, "tokenizer": trained(), **options})
 
 
 def requests(kind: str, arguments: list[tuple[Any, ...]], docs: list[dict[str, Any]] | None = None) -> list[Instance]:

@@ -1,3 +1,4 @@
+import copy
 import inspect
 import json
 import sys
@@ -177,6 +178,12 @@ def test_what_a_score_depends_on_is_measured_again(tmp_path: Path, haystack_file
         seen: list[Any] = []
         evaluate_all([exact, snapkv], {"made": task}, base, folder, "tiny", lambda *event: seen.append(event))
         assert [(method, result is not None) for _, method, result in seen] == [("exact", True), (SNAPKV, True)]
+        trained = lm.compressed("exact", pretrained=copy.deepcopy(lm.model()))
+        (before,) = evaluate_all([trained], {"made": task}, base, folder, "tiny")
+        trained.model.lm_head.weight.data.mul_(-1)  # past every counter
+        (after,) = evaluate_all([trained], {"made": task}, base, folder, "tiny")
+        assert before.key == first[0].key != after.key
+        assert before.samples != after.samples
     assert folder.refused == []
 
 

@@ -1,3 +1,4 @@
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -372,6 +373,18 @@ def test_answers_of_another_method_or_form_are_never_returned(
     assert run(lm.compressed(METHODS[0]), kept) == fresh[METHODS[0]]
     with pytest.raises(AssertionError, match="was to come from the cache"):
         run(lm.compressed(METHODS[0], prefill_chunk=64), kept)
+
+
+def test_answers_from_before_a_training_step_are_never_returned(tmp_path: Path) -> None:
+    asked = lm.requests("loglikelihood", [(lm.text(40), " ba"), (lm.text(40), " du")])
+    ours = lm.compressed("exact", pretrained=copy.deepcopy(lm.model()))
+    answers: Any = CachingLM(ours, str(tmp_path / "answers.db"))
+    before = answers.loglikelihood(asked)
+    assert answers.loglikelihood(asked) == before
+    with torch.no_grad():
+        ours.model.lm_head.weight.mul_(-1)
+    after = answers.loglikelihood(asked)
+    assert after == lm.compressed("exact", pretrained=ours.model).loglikelihood(asked) != before
 
 
 def test_it_is_made_from_text_arguments_by_name(tmp_path: Path) -> None:

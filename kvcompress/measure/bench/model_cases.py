@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, QuantizedCache
 
+from kvcompress.fingerprint import Watch, weights_fingerprint
 from kvcompress.measure.bench.attention_cases import line
 from kvcompress.measure.bench.case import Line, NotHere, case
 from kvcompress.measure.bench.filled import dynamic, fill_compressed, fill_plain, random_kv, shape_of
@@ -179,3 +180,24 @@ def shared_prefill() -> list[Line]:
     detail = {"own_s": together.seconds, "other_s": apart}
     ratio = together.seconds / apart
     return [Line("one prefill for 8 methods at 2048", "8 prefills", ratio, 0.3, detail=detail)]
+
+
+@case
+def fingerprint() -> list[Line]:
+    """Reading all weights for the fingerprint, against copying them; looking for changes, against a decode step."""
+    weights = [weight.detach() for weight in model().parameters()]
+    watch, cache = Watch(model()), dynamic(model(), random_kv(model(), 64))
+    watch.fingerprint()
+    whole = paired(
+        lambda: weights_fingerprint(model()),
+        lambda: [weight.clone() for weight in weights],
+        model().device,
+        rounds=5,
+        warm=1,
+    )
+    look = paired(watch.fingerprint, lambda: plain_step(cache), model().device)
+    size = f"{sum(weight.nbytes for weight in weights) / 1e6:,.0f} MB in {len(weights)} weights"
+    return [
+        line(f"fingerprint, {size}", "copying the weights", whole, None),
+        line(f"a look for changes, {len(weights)} weights", "decode step at 64, DynamicCache", look, 0.02),
+    ]
