@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from kvcompress.cli import app
 from kvcompress.evals.results import EvalResult, SampleResult
 from kvcompress.measure.record import Record
+from kvcompress.measure.statistics import PairedDifference
 from kvcompress.measure.streaming import StreamRecord
 from kvcompress.runs.config import RunConfig
 from kvcompress.runs.details import read_details
@@ -152,6 +153,16 @@ def test_the_front_is_what_none_beats_in_both() -> None:
     assert point.value == pytest.approx(math.exp(1.235))  # exp of the mean NLL, the mean of 0.00 to 0.07 being 0.035
     assert point.low is not None and point.high is not None
     assert point.low < point.value < point.high
+
+
+def test_rounding_is_neither_better_nor_worse() -> None:
+    """A method that changes nothing differs from exact by the last bits of fp32."""
+    made = [record("a", sample, 1.0 - 1e-7, kl=-3e-9) for sample in range(8)]
+    for comparison in (perplexities(made), divergences(made)):
+        difference = comparison.points[0].difference
+        assert isinstance(difference, PairedDifference)
+        assert (difference.verdict, difference.ties, difference.low, difference.high) == ("undecided", 8, 0, 0)
+        assert f"{comparison.points[0].low:.4f}" in ("0.0000", "2.7183")
 
 
 def test_too_few_samples_are_not_ranked() -> None:

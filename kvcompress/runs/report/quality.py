@@ -49,7 +49,7 @@ def perplexities(records: Sequence[Record]) -> Comparison:
     """Perplexity over all scored tokens; the interval is that of the paired difference in NLL to exact."""
     points, exact = [], None
     for method, group in by_method(records).items():
-        nll, baseline = [record.nll or 0.0 for record in group], [record.nll_exact or 0.0 for record in group]
+        nll, baseline = [_rounded(record.nll) for record in group], [_rounded(record.nll_exact) for record in group]
         base = fmean(baseline)
         exact = math.exp(base) if exact is None else exact
         point = Point(method, mean_bytes(group), math.exp(fmean(nll)))
@@ -64,7 +64,7 @@ def divergences(records: Sequence[Record]) -> Comparison:
     """KL(exact || method) in nats, the mean over the scored tokens, then over samples."""
     points = []
     for method, group in by_method(records).items():
-        values = [record.kl or 0.0 for record in group]
+        values = [_rounded(record.kl) for record in group]
         point = Point(method, mean_bytes(group), fmean(values))
         point.difference = paired_difference(values, [0.0] * len(values), higher_is_better=False)
         if isinstance(point.difference, PairedDifference):
@@ -91,6 +91,11 @@ def task_scores(results: Sequence[EvalResult]) -> Comparison:
         points.append(point)
     measure = next((result.metric or "score" for result in good), "score")
     return ranked(Comparison(measure, good[0].higher_is_better is not False if good else True, points, exact))
+
+
+def _rounded(nats: float | None) -> float:
+    """To a millionth of a nat: what differs by less is the rounding of fp32, and neither better nor worse."""
+    return round(nats or 0.0, 6) + 0.0  # -0.0 becomes 0.0
 
 
 def ranked(comparison: Comparison) -> Comparison:
