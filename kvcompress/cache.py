@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 # Rotary positions under positions="cache" are brought back to slots before fp32 angles lose precision.
 REBASE_AFTER = 16384
+PER_ROW = ("seen_tokens", "prompt_lengths", "turned_back", "reused_tokens")
 
 
 @dataclass
@@ -66,7 +67,7 @@ class CompressedCache(Cache):
         self.prefill_until: int | None = None
         self._call: Call | None = None
         self._cut_off = False  # whether a prompt failed when a part of it was fed
-        self.reused_tokens = 0  # of each row, what a prefix cache served
+        self.reused_tokens: list[int] = []  # of each row, what a prefix cache served of its first prompt
         self.recorder: Reuse | None = None
         self._fitting: tuple[Any, int] | None = None  # what was last asked of tokens_within, and the answer
         self._first_prompt = True  # whether nothing was fed before the prompt that was fed last
@@ -220,6 +221,7 @@ class CompressedCache(Cache):
 
     def _start(self, rows: int) -> None:
         self.seen_tokens, self.turned_back = [0] * rows, [0] * rows
+        self.reused_tokens = self.reused_tokens or [0] * rows
         for layer in self.layers:
             layer.start(rows)
 
@@ -236,7 +238,7 @@ class CompressedCache(Cache):
         if self.rotaries is not None:
             self._rebase()
         if self.recorder is not None:
-            self.recorder.call_ended()
+            self.recorder.call_ended(call.counts)
 
     def first_position(self) -> list[int]:
         """The rotary position of the next token, per row."""
@@ -262,7 +264,7 @@ class CompressedCache(Cache):
         other = CompressedCache(method, [layer.window for layer in self.layers], self.identity, rotaries)
         other.columns, other.seen_tokens, other.calls = self.columns, list(self.seen_tokens), 1
         other.prompt_lengths, other.turned_back = list(self.prompt_lengths), list(self.turned_back)
-        other.reused_tokens = self.reused_tokens
+        other.reused_tokens = list(self.reused_tokens)
         other._call = Call(0, [0] * self.rows, prefill=True, ends_prefill=True)
         for mine, theirs in zip(self.layers, other.layers, strict=True):
             theirs.start(self.rows)
@@ -301,7 +303,7 @@ class CompressedCache(Cache):
             raise CacheError("a cache cannot be forked in the middle of a forward pass")
         other = object.__new__(CompressedCache)
         other.__dict__.update(self.__dict__)
-        for name in ("seen_tokens", "prompt_lengths", "turned_back"):
+        for name in PER_ROW:
             setattr(other, name, [number for number in getattr(self, name) for _ in range(n)])
         other.layers = [layer.fork(other, n) for layer in self.layers]
         return other
@@ -325,7 +327,7 @@ class CompressedCache(Cache):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row b continues from what row `beam_idx[b]` held."""
         index = beam_idx.tolist()
-        for name in ("seen_tokens", "prompt_lengths", "turned_back"):
+        for name in PER_ROW:
             numbers = getattr(self, name)
             setattr(self, name, [numbers[row] for row in index])
         for layer in self.layers:

@@ -14,7 +14,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from kvcompress.cache import CompressedCache
 from kvcompress.compat import mask_width
 from kvcompress.errors import WrapError
-from kvcompress.inputs import check_ids, check_past, new_columns, past_mask
+from kvcompress.inputs import asked_of_each_token, check_ids, check_past, new_columns, past_mask, refuse_parts
 
 if TYPE_CHECKING:
     from kvcompress.wrapping import Wrapped
@@ -97,20 +97,18 @@ def prefill(
     generation_config.prefill_chunk_size = None  # chunks are ours: they count each row's own tokens
     # Whatever else the model is given may change the KV of the same ids.
     others = {name: model_kwargs[name] for name in model_kwargs.keys() - {"attention_mask", "position_ids"}}
-    alone = chunk is None and not any(isinstance(value, Tensor) for value in others.values())
+    alone = not any(isinstance(value, Tensor) for value in others.values())
     source = {"input_ids": input_ids[:, -columns:]} if embeds is None else {"inputs_embeds": embeds[:, -columns:]}
+    asked = asked_of_each_token(wrapped.model.config, model_kwargs)
     with (
         _repeated(cache, len(counts), generation_config),
-        wrapped.prompt(cache, counts, columns, input_ids if alone else None, chunk) as reuse,
+        wrapped.prompt(cache, counts, columns, input_ids if alone else None, chunk, asked is not None) as reuse,
     ):
-        if reuse is not None:
-            for part in reuse.parts[:-1]:
-                wrapped(input_ids[:, part], cache, **wrapped.last_logits)
-            return own(*args, **kwargs)
         output = None
-        for part in wrapped.parts(cache, counts, columns, chunk):
+        for part in wrapped.parts(cache, counts, columns, chunk) if reuse is None else reuse.parts:
             if part.counts == counts:
                 return own(*args, **kwargs)
+            refuse_parts(asked)
             inputs = {
                 name: part.take(value)
                 if isinstance(value, Tensor) and value.shape[:2] == (len(counts), columns)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from transformers import PreTrainedConfig
 
 from kvcompress.cache import CompressedCache
 from kvcompress.errors import CacheError, WrapError
@@ -54,6 +55,23 @@ def check_ids(ids: Any, vocabulary: int | None) -> None:
     low, high = min(map(min, rows)), max(map(max, rows))
     if vocabulary is not None and (low < 0 or high >= vocabulary):
         raise WrapError(f"id {low if low < 0 else high} is outside the model's vocabulary of {vocabulary} tokens")
+
+
+def asked_of_each_token(config: PreTrainedConfig, options: dict[str, Any]) -> str | None:
+    """The option of a call, or of the model's configuration, that asks for something of every token of a prompt."""
+    for name in ("output_hidden_states", "output_router_logits"):
+        if options.get(name) or getattr(config, name, False) or getattr(config.get_text_config(), name, False):
+            return name
+    return None
+
+
+def refuse_parts(asked: str | None) -> None:
+    """Raises WrapError if something was asked for of every token of a prompt that is fed in parts."""
+    if asked is not None:
+        raise WrapError(
+            f"{asked}=True asks for something of every token, but this prompt is fed in parts, of which only the last "
+            "one's is given; feed it without a chunk size, no longer than the model was trained for, or leave it out"
+        )
 
 
 def new_columns(mask: Tensor | None, rows: int, columns: int) -> list[int]:

@@ -113,6 +113,7 @@ def load_cache(path: str | os.PathLike[str], model: PreTrainedModel) -> Compress
     cache = CompressedCache(method, windows, identity, turns)
     cache.columns, cache.seen_tokens = saved.columns, list(saved.seen)
     cache.prompt_lengths, cache.turned_back = list(saved.prompt_lengths), list(saved.turned_back)
+    cache.reused_tokens = [0] * len(saved.seen)
     device = next(model.parameters()).device
     for layer, state, own in zip(cache.layers, saved.layers, per_layer, strict=True):
         _fill(layer, state, {name: tensor.to(device) for name, tensor in own.items()})

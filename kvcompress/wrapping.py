@@ -23,6 +23,7 @@ from kvcompress.decoder import decoder_of, layer_windows
 from kvcompress.errors import CacheError, WrapError
 from kvcompress.fingerprint import Watch
 from kvcompress.inputs import (
+    asked_of_each_token,
     cache_in,
     call_arguments,
     check_ids,
@@ -30,6 +31,7 @@ from kvcompress.inputs import (
     finish,
     new_columns,
     prepare,
+    refuse_parts,
     under_torch_compile,
 )
 from kvcompress.methods.base import Method
@@ -197,14 +199,12 @@ class Wrapped:
         check_ids(ids, self.vocabulary)
         counts = new_columns(attention_mask, *ids.shape)
         check_past(attention_mask, cache, ids.shape[1])
-        output = None
-        with self.prompt(cache, counts, ids.shape[1], ids, chunk) as reuse:
-            if reuse is not None:
-                for part in reuse.parts:
-                    output = self(ids[:, part], cache, **self.last_logits)
-            else:
-                for part in self.parts(cache, counts, ids.shape[1], chunk):
-                    output = self(part.take(ids), cache, part.mask(ids.device), **self.last_logits)
+        output, asked = None, asked_of_each_token(self.model.config, {})
+        with self.prompt(cache, counts, ids.shape[1], ids, chunk, whole=asked is not None) as reuse:
+            for part in self.parts(cache, counts, ids.shape[1], chunk) if reuse is None else reuse.parts:
+                if part.counts != counts:
+                    refuse_parts(asked)
+                output = self(part.take(ids), cache, part.mask(ids.device), **self.last_logits)
         assert output is not None
         output.logits = output.logits[:, -1:]
         return output
@@ -225,11 +225,18 @@ class Wrapped:
             raise WrapError("the model is not wrapped here; use `with wrap(model, method) as wrapped:`")
 
     def prompt(
-        self, cache: CompressedCache, counts: list[int], columns: int, ids: Tensor | None, chunk: int | None
+        self,
+        cache: CompressedCache,
+        counts: list[int],
+        columns: int,
+        ids: Tensor | None,
+        chunk: int | None,
+        whole: bool = False,
     ) -> AbstractContextManager[Reuse | None]:
         """While a prompt of `columns` columns is fed, `counts[b]` of them tokens of row b; `ids` if that is all of it.
 
-        Gives what of it a prefix cache serves, if there is one and the prompt can run over it.
+        Gives what of it a prefix cache serves, if there is one and the prompt can run over it; nothing of one that is
+        wanted `whole`.
         """
         self.check(cache)
         check_chunk(chunk)
@@ -239,7 +246,7 @@ class Wrapped:
         cut = stays_in_range(cache.method) and self.trained is not None and columns > self.trained
         reuse = None
         if self.prefix_cache is not None and ids is not None and not cut:
-            reuse = self.prefix_cache.begin(cache, ids, counts, chunk)
+            reuse = self.prefix_cache.begin(cache, ids, counts, chunk, whole)
         return cache.prefilling(counts, columns) if reuse is None else reuse
 
     def parts(self, cache: CompressedCache, counts: list[int], columns: int, chunk: int | None) -> Iterator[Part]:

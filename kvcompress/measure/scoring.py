@@ -97,7 +97,7 @@ def fill(record: Record, prefilled: Prefilled, scores: Scores, exact: Scores, ta
     record.decode_ms_per_token, record.decode_ms_per_token_exact = times.own_ms, times.other_ms
     record.decode_ratios = [round(ratio, 4) for ratio in times.ratios]
     record.prefill_s, record.prefill_shared = prefilled.prefill_s, prefilled.shared
-    record.compress_s, record.tokens_reused = prefilled.compress_s, prefilled.cache.reused_tokens
+    record.compress_s, record.tokens_reused = prefilled.compress_s, sum(prefilled.cache.reused_tokens)
     record.peak_bytes, record.peak_of = prefilled.peak.nbytes, prefilled.peak.of
 
 

@@ -101,17 +101,30 @@ def joined(blocks: Sequence[BlockKV], layer: int) -> LayerKV:
     raise ValueError(f"layer {layer} is not among the {sum(map(len, blocks[0].layout.groups.values()))} stored ones")
 
 
-def fill(cache: CompressedCache, rows: Sequence[Sequence[BlockKV]], sums: Sequence[ColumnSums]) -> None:
-    """Makes stored blocks the beginning of the prompt that `cache` expects, as if their tokens had been fed.
+def fill(cache: CompressedCache, rows: Sequence[Sequence[BlockKV]], sums: Sequence[ColumnSums | None]) -> None:
+    """Makes stored blocks the beginning of the prompts that `cache` expects, as if their tokens had been fed.
 
-    `rows`: the blocks of every row, equally many; `sums`: their column sums, where the cache gathers scores.
+    `rows`: the blocks of every row, as many as are stored of it; `sums`: their column sums, where the cache gathers
+    scores.
     """
-    tokens = len(rows[0]) * rows[0][0].layout.block
-    cache.begin_call(tokens, [tokens] * len(rows))
+    counts = [len(blocks) * blocks[0].layout.block if blocks else 0 for blocks in rows]
+    cache.begin_call(max(counts), counts)
     for layer in cache.layers:
-        stored = [joined(blocks, layer.index) for blocks in rows]
-        layer.update(torch.stack([keys for keys, _ in stored]), torch.stack([values for _, values in stored]))
+        layer.update(*_padded([joined(blocks, layer.index) if blocks else None for blocks in rows], max(counts)))
         if layer.store.scores is not None:
-            layer.store.scores.writable().copy_(torch.stack([each.layers[layer.index] for each in sums]))
+            scores = layer.store.scores.writable()
+            for row, (count, each) in enumerate(zip(counts, sums, strict=True)):
+                if each is not None:
+                    scores[row, :, :count] = each.layers[layer.index]
         layer.compress()
     cache.end_call()
+
+
+def _padded(rows: Sequence[LayerKV | None], columns: int) -> list[Tensor]:
+    """Keys and values [B, H, T, D] with what there is of each row at its end."""
+    like = next(row for row in rows if row is not None)
+    both = [kv.new_zeros(len(rows), kv.shape[0], columns, kv.shape[2]) for kv in like]
+    for place, row in enumerate(rows):
+        for padded, kv in zip(both, row or (), strict=False):
+            padded[place, :, columns - kv.shape[1] :] = kv
+    return both

@@ -208,37 +208,37 @@ class PrefixCache:
     def _key_names(self, identity: str | None = None) -> dict[str, str | bytes]:
         return {"weights": identity or self.identity, "device": str(self._model.device), "salt": self._salt}
 
-    def begin(self, cache: CompressedCache, ids: Tensor, counts: list[int], chunk: int | None = None) -> Reuse | None:
-        """A prefill of `ids` [B, N] into `cache` that reuses what is stored; None where it has to run by itself.
+    def begin(
+        self, cache: CompressedCache, ids: Tensor, counts: list[int], chunk: int | None = None, whole: bool = False
+    ) -> Reuse | None:
+        """A prefill of `ids` [B, C] into `cache` that reuses what is stored; None where it has to run by itself.
 
-        That is on a filled cache, with padding, under autocast, and for a model that no longer equals the one that
-        this was made for. Also in chunks that are no whole blocks, and in any chunks where the method acts after each
+        `counts[b]` of the columns are tokens of row b, behind its padding. `whole`: all of them are computed, and
+        stored. It runs by itself on a filled cache, under autocast, and for a model that no longer equals the one that
+        this was made for; also in chunks that are no whole blocks, and in any chunks where the method acts after each
         of them or scores are gathered.
         """
-        if (
-            cache.columns
-            or any(count != ids.shape[1] for count in counts)
-            or torch.is_autocast_enabled(ids.device.type)
-            or cache.identity != self.identity
-        ):
+        if cache.columns or torch.is_autocast_enabled(ids.device.type) or cache.identity != self.identity:
             return None
         if chunk is not None and (cache.method.every_call or cache.gathers_scores or chunk % self.block):
             return None
-        return Reuse(self, cache, ids, chunk)
+        return Reuse(self, cache, ids, counts, chunk, whole)
 
-    def match_all(self, rows: Sequence[Sequence[bytes]], whole: int = 1, with_sums: bool = False) -> list[Match]:
-        """The longest prefix that is stored for every row, pinned; a multiple of `whole` blocks.
+    def match_all(self, rows: Sequence[Sequence[bytes]], step: int = 1, with_sums: bool = False) -> list[Match]:
+        """The longest stored prefix of each row, pinned; a multiple of `step` blocks.
 
-        `with_sums`: one that ends where all rows have column sums.
+        `with_sums`: the longest that ends with column sums.
         """
         tree = self._shared.tree
+        found = []
         with self._shared.lock:
-            held = [tree.peek(keys) for keys in rows]
-            common = min(map(len, held))
-            common -= common % whole
-            while with_sums and common and not all(row[common - 1].attached for row in held):
-                common -= 1
-            return [Match(self, tree.match(keys[:common])) for keys in rows]
+            for keys in rows:
+                held = tree.peek(keys)
+                stored = len(held) - len(held) % step
+                while with_sums and stored and held[stored - 1].attached is None:
+                    stored -= 1
+                found.append(Match(self, tree.match(keys[:stored])))
+        return found
 
     def store(
         self, keys: Sequence[bytes], layout: Layout, sources: Sequence[Source], sums: ColumnSums | None = None

@@ -12,29 +12,41 @@ from kvcompress.cache import CompressedCache
 from kvcompress.cache_layer import CacheLayer
 from kvcompress.methods.exact import Exact
 from kvcompress.prefix.block_kv import ColumnSums, Layout, Source, fill
+from kvcompress.prompt import Part, parts
 from kvcompress.stores.dense import DenseStore
 
 if TYPE_CHECKING:
-    from kvcompress.prefix.prefix_cache import Match, PrefixCache
+    from kvcompress.prefix.match import Match
+    from kvcompress.prefix.prefix_cache import PrefixCache
 
 
 class Reuse:
-    """A context in which a prompt [B, N] is fed to an empty cache, `parts` of its columns at a time.
+    """A context in which a prompt [B, C] is fed to an empty cache in `parts`; `counts[b]` columns are tokens of row b.
 
-    Inside, the cache is an exact one that gathers what its method needs, and begins with what all rows have stored.
-    At the end its blocks are stored and the method compresses it. After an error the cache is empty again.
+    Inside, the cache is an exact one that gathers what its method needs, and begins with what is stored of each row; of
+    a prompt that is wanted `whole` with nothing. At the end its blocks are stored and the method compresses it. After
+    an error the cache is empty again.
     """
 
-    def __init__(self, owner: PrefixCache, cache: CompressedCache, ids: Tensor, chunk: int | None) -> None:
-        self.owner, self.cache, self.chunk = owner, cache, chunk
-        self.rows, self.columns = ids.shape
-        self.parts: list[slice] = []
-        self._keys = [owner.keys(row, chunk, cache.identity) for row in ids.tolist()]
+    def __init__(
+        self,
+        owner: PrefixCache,
+        cache: CompressedCache,
+        ids: Tensor,
+        counts: list[int],
+        chunk: int | None = None,
+        whole: bool = False,
+    ) -> None:
+        self.owner, self.cache, self.chunk, self.whole = owner, cache, chunk, whole
+        self.counts, self.columns = counts, ids.shape[1]
+        self.parts: list[Part] = []
+        self._keys = [
+            owner.keys(row[len(row) - count :], chunk, cache.identity) for row, count in zip(ids.tolist(), counts, strict=True)
+        ]
         self._method, self._rotaries = cache.method, cache.rotaries
         self._before = dict(cache.__dict__)
         self._matches: list[Match] = []
-        self._windows: dict[int, list[tuple[Tensor, Tensor]]] = {}
-        self._reused = 0
+        self._windows: dict[int, list[list[tuple[Tensor, Tensor]]]] = {}
 
     def __enter__(self) -> Reuse:
         try:
@@ -59,62 +71,60 @@ class Reuse:
             except BaseException:
                 self._restore()
                 raise
-        self.owner.count(self.rows, self.rows * self.columns, self.rows * self._reused)
+        self.owner.count(len(self.counts), sum(self.counts), sum(cache.reused_tokens))
 
     def _begin(self) -> None:
-        cache, owner = self.cache, self.owner
+        cache, owner, counts = self.cache, self.owner, self.counts
         gathering = CompressedCache(Exact(), owner.windows, cache.identity, gather_for=(self._method,))
         if isinstance(self._method, Exact):
             for name in ("gathers", "gathers_scores", "query_window"):
                 setattr(gathering, name, getattr(cache, name))
         cache.become(gathering)
         reserve = max(1, cache.query_window)
-        usable = max(0, self.columns - reserve) // owner.block
-        whole = (self.chunk or owner.block) // owner.block
-        self._matches = owner.match_all([keys[:usable] for keys in self._keys], whole, cache.gathers_scores)
-        self._reused = cache.reused_tokens = self._matches[0].tokens
-        cache.expect_prefill([self.columns] * self.rows, self.columns)
-        if self._reused:
-            fill(
-                cache, [match.blocks for match in self._matches], [match.sums for match in self._matches if match.sums]
-            )
+        usable = [0 if self.whole else max(0, count - reserve) // owner.block for count in counts]
+        step = (self.chunk or owner.block) // owner.block
+        keys = [row[:most] for row, most in zip(self._keys, usable, strict=True)]
+        self._matches = owner.match_all(keys, step, cache.gathers_scores)
+        reused = cache.reused_tokens = [match.tokens for match in self._matches]
+        cache.expect_prefill(counts, self.columns)
+        if any(reused):
+            fill(cache, [match.blocks for match in self._matches], [match.sums for match in self._matches])
         cache.recorder = self
-        step = self.chunk or (owner.checkpoint if cache.gathers_scores else self.columns)
-        stops = [*range(self._reused - self._reused % step + step, self.columns, step), self.columns]
-        self.parts = [slice(start, stop) for start, stop in zip([self._reused, *stops], stops, strict=False)]
+        left = [count - stored for count, stored in zip(counts, reused, strict=True)]
+        size = self.chunk or (owner.checkpoint if cache.gathers_scores and not self.whole else self.columns)
+        self.parts = list(parts(left, self.columns, lambda: [size] * len(left)))
 
     def before_eviction(self, layer: CacheLayer) -> None:
         """Keeps the KV of this call before a sliding layer drops it."""
-        columns = layer.cache.call.columns
-        keys, values = (column.view[:, :, -columns:].clone() for column in layer.store.filled)
-        self._windows.setdefault(layer.index, []).append((keys, values))
+        held = self._windows.setdefault(layer.index, [[] for _ in self.counts])
+        keys, values = (column.view for column in layer.store.filled)
+        for row, (stop, count) in enumerate(zip(layer.store.lengths, layer.cache.call.counts, strict=True)):
+            new = (row, slice(None), slice(stop - count, stop))
+            held[row].append((keys[new].clone(), values[new].clone()))
 
-    def call_ended(self) -> None:
-        """Stores what was computed, at the end of the prompt and at every checkpoint."""
-        fed = self.cache.columns
-        at_checkpoint = self.cache.gathers_scores and fed % self.owner.checkpoint == 0
-        if fed == self.columns or at_checkpoint:
-            stored = fed - fed % (self.chunk or self.owner.block)
-            self._store(stored // self.owner.block, at_checkpoint)
-
-    def _store(self, blocks: int, with_sums: bool) -> None:
+    def call_ended(self, counts: list[int]) -> None:
+        """Stores what was computed of each row that the call has taken to its end or to a checkpoint."""
         layout = Layout(self.cache, self.owner.block)
-        windows = {
-            index: [torch.cat(parts, 2) for parts in zip(*calls, strict=True)] for index, calls in self._windows.items()
-        }
-        for row, keys in enumerate(self._keys):
-            sources, scores = [], {}
-            for layer in self.cache.layers:
-                store = layer.store
-                assert isinstance(store, DenseStore)
-                if layer.index in windows:
-                    kept, values = windows[layer.index]
-                    sources.append(Source(kept[row], values[row], self._reused))
-                else:
-                    sources.append(Source(store.keys[row], store.values[row]))
-                if store.scores is not None:
-                    scores[layer.index] = store.scores.view[row]
-            self.owner.store(keys[:blocks], layout, sources, ColumnSums(scores) if with_sums else None)
+        for row, (seen, count) in enumerate(zip(self.cache.seen_tokens, counts, strict=True)):
+            at_checkpoint = self.cache.gathers_scores and seen % self.owner.checkpoint == 0
+            if count and (seen == self.counts[row] or at_checkpoint):
+                self._store(row, seen - seen % (self.chunk or self.owner.block), layout, at_checkpoint)
+
+    def _store(self, row: int, tokens: int, layout: Layout, with_sums: bool) -> None:
+        """Stores the first `tokens` tokens of a row."""
+        sources, sums = [], {}
+        for layer in self.cache.layers:
+            store = layer.store
+            assert isinstance(store, DenseStore)
+            if layer.index in self._windows:
+                kept, values = (torch.cat(calls, 1) for calls in zip(*self._windows[layer.index][row], strict=True))
+                sources.append(Source(kept, values, self.cache.reused_tokens[row]))
+            else:
+                sources.append(Source(store.keys[row], store.values[row]))
+            if store.scores is not None:
+                sums[layer.index] = store.scores.view[row, :, :tokens]
+        keys = self._keys[row][: tokens // self.owner.block]
+        self.owner.store(keys, layout, sources, ColumnSums(sums) if with_sums else None)
 
     def _release(self) -> None:
         for match in self._matches:

@@ -54,7 +54,7 @@ def test_it_matches_no_other_method_prompt_tenant_or_exact_prefill() -> None:
     with kvc.wrap(model, method, prefix_cache=store) as wrapped:
         cache = wrapped.new_cache()
         wrapped.prefill(FIRST, cache=cache)
-        assert cache.reused_tokens == 0
+        assert cache.reused_tokens == [0]
     with store.match(PREFIX, reserve=0) as match:
         assert match.tokens == 128
         for layer, (keys, values) in enumerate(exact_kv(FIRST)):
@@ -118,7 +118,7 @@ def test_only_what_one_prefill_left_is_taken() -> None:
         wrapped.prefill(ids[:, :64])
         reused = wrapped.new_cache()
         wrapped.prefill(ids, cache=reused)
-        assert reused.reused_tokens == 64
+        assert reused.reused_tokens == [64]
         assert exact.insert_compressed(PREFIX, reused)
         found = exact.compressed(PREFIX, method)
         assert found is not None and found.kept(0).shape[-1] == 64

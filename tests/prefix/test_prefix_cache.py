@@ -100,7 +100,7 @@ def test_a_turn_that_was_generated_can_be_inserted() -> None:
         assert store.insert(text[0, :-1], wrapped.cache) == 192  # the last token was never fed
         cache = wrapped.new_cache()
         logits = wrapped.prefill(torch.cat([text, SECOND[:, :9]], 1), cache=cache).logits
-    assert cache.reused_tokens == 192
+    assert cache.reused_tokens == [192]
     with torch.no_grad():
         assert close(logits, model(torch.cat([text, SECOND[:, :9]], 1)).logits[:, -1:])
 
@@ -185,7 +185,7 @@ def test_tenants_share_the_memory_but_never_a_prompt() -> None:
     with kvc.wrap(model, "exact", prefix_cache=theirs) as wrapped:
         cache = wrapped.new_cache()
         wrapped.prefill(FIRST, cache=cache)
-    assert cache.reused_tokens == 0
+    assert cache.reused_tokens == [0]
     assert ours.nbytes == theirs.nbytes == 320 * TOKEN
     with ours.match(FIRST[0]) as mine, theirs.match(FIRST[0]) as found:
         assert (mine.tokens, found.tokens) == (160, 160)
