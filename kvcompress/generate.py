@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +19,7 @@ from kvcompress.errors import WrapError
 from kvcompress.inputs import asked_of_each_token, check_ids, check_past, new_columns, past_mask, refuse_parts
 
 if TYPE_CHECKING:
+    from kvcompress.prefix.reuse import Reuse
     from kvcompress.wrapping import Wrapped
 
 
@@ -44,6 +47,46 @@ def generate(wrapped: Wrapped, ids: Tensor | None, cache: CompressedCache | None
         past = past_mask(cache, ids.device).to(mask.dtype)
         options["attention_mask"] = torch.cat([past, mask[:, mask.shape[1] - ids.shape[1] :]], 1)
     return generate(ids, **options)
+
+
+def run(wrapped: Wrapped, *args: Any, **kwargs: Any) -> Any:
+    """Stands in for the model's own, after which a prefix cache stores what was generated exactly."""
+    of_class: Any = type(wrapped.model)
+    replies: list[_Reply] = []
+    before = _REPLIES.set(replies)
+    sequences: Tensor | None = None
+    try:
+        result = of_class.generate(wrapped.model, *args, **kwargs)
+        sequences = result if isinstance(result, Tensor) else result.sequences
+        return result
+    finally:
+        _REPLIES.reset(before)
+        for reply in replies:
+            reply.reuse.reply_ended(None if sequences is None else reply.fed(sequences.tolist()))
+
+
+@dataclass
+class _Reply:
+    """A prompt of `columns` columns in `generate`, and the tokens that end what is generated after it."""
+
+    reuse: Reuse
+    columns: int
+    ends: list[int]
+
+    def fed(self, sequences: list[list[int]]) -> list[list[int]] | None:
+        """Of each row's answer what the model was fed, without the padding after its end; None if that is not known."""
+        answers = []
+        steps = self.reuse.cache.columns - self.columns
+        for sequence in sequences:
+            answer = sequence[self.columns :]
+            if len(answer) != steps + 1:
+                return None
+            end = next((place for place, token in enumerate(answer) if token in self.ends), steps)
+            answers.append(answer[: min(steps, end + 1)])
+        return answers
+
+
+_REPLIES: ContextVar[list[_Reply] | None] = ContextVar("replies", default=None)
 
 
 def prepare_cache(
@@ -100,10 +143,14 @@ def prefill(
     alone = not any(isinstance(value, Tensor) for value in others.values())
     source = {"input_ids": input_ids[:, -columns:]} if embeds is None else {"inputs_embeds": embeds[:, -columns:]}
     asked = asked_of_each_token(wrapped.model.config, model_kwargs)
+    replies = _REPLIES.get()
     with (
         _repeated(cache, len(counts), generation_config),
         wrapped.prompt(cache, counts, columns, input_ids if alone else None, chunk, asked is not None) as reuse,
     ):
+        if reuse is not None and replies is not None and generation_config.num_beams == 1 and reuse.follow():
+            ends = generation_config.eos_token_id
+            replies.append(_Reply(reuse, columns, ends if isinstance(ends, list) else [ends]))
         output = None
         for part in wrapped.parts(cache, counts, columns, chunk) if reuse is None else reuse.parts:
             if part.counts == counts:

@@ -98,6 +98,7 @@ class Wrapped:
             self._set(config, "_attn_implementation_internal", attention.NAME)
         self._set(self.model, "_prepare_cache_for_generation", partial(generate.prepare_cache, self))
         self._set(self.model, "_prefill", partial(generate.prefill, self))
+        self._set(self.model, "generate", partial(generate.run, self))
         before = self.decoder.register_forward_pre_hook(self._before, with_kwargs=True)
         after = self.decoder.register_forward_hook(self._after, with_kwargs=True, always_call=True)
         self._undo += [before.remove, after.remove]

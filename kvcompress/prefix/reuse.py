@@ -40,12 +40,12 @@ class Reuse:
         self.owner, self.cache, self.chunk, self.whole = owner, cache, chunk, whole
         self.counts, self.columns = counts, ids.shape[1]
         self.parts: list[Part] = []
-        self._keys = [
-            owner.keys(row[len(row) - count :], chunk, cache.identity) for row, count in zip(ids.tolist(), counts, strict=True)
-        ]
+        self._prompts = [row[len(row) - count :] for row, count in zip(ids.tolist(), counts, strict=True)]
+        self._keys = [owner.keys(prompt, chunk, cache.identity) for prompt in self._prompts]
         self._method, self._rotaries = cache.method, cache.rotaries
         self._before = dict(cache.__dict__)
         self._matches: list[Match] = []
+        self.followed = False
         self._windows: dict[int, list[list[tuple[Tensor, Tensor]]]] = {}
 
     def __enter__(self) -> Reuse:
@@ -64,7 +64,8 @@ class Reuse:
             return
         self._release()
         cache = self.cache
-        cache.recorder = None
+        if not self.followed:
+            cache.recorder = None
         if not isinstance(self._method, Exact):
             try:
                 cache.become(cache.compress_as(self._method, self._rotaries))
@@ -104,14 +105,29 @@ class Reuse:
 
     def call_ended(self, counts: list[int]) -> None:
         """Stores what was computed of each row that the call has taken to its end or to a checkpoint."""
-        layout = Layout(self.cache, self.owner.block)
         for row, (seen, count) in enumerate(zip(self.cache.seen_tokens, counts, strict=True)):
             at_checkpoint = self.cache.gathers_scores and seen % self.owner.checkpoint == 0
-            if count and (seen == self.counts[row] or at_checkpoint):
-                self._store(row, seen - seen % (self.chunk or self.owner.block), layout, at_checkpoint)
+            if count and (seen == self.counts[row] or (at_checkpoint and seen < self.counts[row])):
+                self._store(row, seen, at_checkpoint)
 
-    def _store(self, row: int, tokens: int, layout: Layout, with_sums: bool) -> None:
-        """Stores the first `tokens` tokens of a row."""
+    def follow(self) -> bool:
+        """Goes on after the prompt, until `reply_ended`, where what is generated then is exact too."""
+        self.followed = isinstance(self._method, Exact) and self.chunk is None
+        return self.followed
+
+    def reply_ended(self, answers: list[list[int]] | None) -> None:
+        """Stores what was generated: `answers[b]` were fed after the prompt of row b; None after a failure."""
+        self.cache.recorder = None
+        if answers is None:
+            return
+        for row, (prompt, answer) in enumerate(zip(self._prompts, answers, strict=True)):
+            text = prompt + answer
+            self._keys[row] = self.owner.keys(text, identity=self.cache.identity)
+            self._store(row, len(text), with_sums=False)
+
+    def _store(self, row: int, tokens: int, with_sums: bool) -> None:
+        """Stores the whole blocks and chunks of the first `tokens` tokens of a row."""
+        tokens -= tokens % (self.chunk or self.owner.block)
         sources, sums = [], {}
         for layer in self.cache.layers:
             store = layer.store
@@ -124,6 +140,7 @@ class Reuse:
             if store.scores is not None:
                 sums[layer.index] = store.scores.view[row, :, :tokens]
         keys = self._keys[row][: tokens // self.owner.block]
+        layout = Layout(self.cache, self.owner.block)
         self.owner.store(keys, layout, sources, ColumnSums(sums) if with_sums else None)
 
     def _release(self) -> None:
