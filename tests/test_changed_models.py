@@ -85,12 +85,12 @@ def test_a_prefix_from_before_is_not_found(change: Callable[[Any], None], method
         cache, _ = prefilled(wrapped)
         change(model)
         again, after = prefilled(wrapped)
-        assert (cache.reused_tokens, again.reused_tokens) == (0, 0)
+        assert (cache.reused_tokens, again.reused_tokens) == ([0], [0])
     if method != METHODS[3]:  # which is never stored
         with pytest.raises(CacheError, match=r"an exact cache of the same model|made for another model"):
             (store.insert if method == "exact" else store.insert_compressed)(IDS[0], cache)
     with wrapped:
-        assert prefilled(wrapped)[0].reused_tokens > 0
+        assert prefilled(wrapped)[0].reused_tokens[0] > 0
     with kvc.wrap(model, method) as plain:
         torch.testing.assert_close(after, prefilled(plain)[1], rtol=0, atol=1e-5 * float(after.abs().max()))
 
@@ -113,7 +113,7 @@ def test_each_adapter_finds_its_own_prefixes() -> None:
             for names, expected in zip(chosen, alone, strict=True):
                 activate(model, *names)
                 cache, logits = prefilled(wrapped)
-                assert cache.reused_tokens == reused
+                assert cache.reused_tokens == [reused]
                 torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
         for names in chosen:
             activate(model, *names)
