@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from kvcompress.budget import resolve
 from kvcompress.cache import CompressedCache
@@ -56,6 +57,11 @@ def parts(counts: list[int], columns: int, sizes: Callable[[], list[int]]) -> It
         now = [min(rest, size) if need == max(calls) else 0 for rest, size, need in zip(left, each, calls, strict=True)]
         yield Part([columns - rest for rest in left], now)
         left = [rest - taken for rest, taken in zip(left, now, strict=True)]
+
+
+def trained_length(config: PreTrainedConfig) -> int | None:
+    """How many positions a model was trained on, if its configuration says."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
 def check_chunk(chunk: int | None) -> None:

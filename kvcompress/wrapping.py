@@ -36,7 +36,7 @@ from kvcompress.inputs import (
 )
 from kvcompress.methods.base import Method
 from kvcompress.methods.exact import Exact
-from kvcompress.prompt import Part, check_chunk, chunk_sizes, parts, stays_in_range
+from kvcompress.prompt import Part, check_chunk, chunk_sizes, parts, stays_in_range, trained_length
 from kvcompress.rope import Rotary, rotaries
 from kvcompress.text_form import parse
 from kvcompress.trial import check_runs
@@ -262,7 +262,7 @@ class Wrapped:
     @property
     def trained(self) -> int | None:
         """How many positions the model was trained on, if its configuration says."""
-        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        return trained_length(self.model.config)
 
     @property
     def last_logits(self) -> dict[str, Any]:

@@ -38,7 +38,7 @@ class Prefilled:
 
 def can_share(wrapped: Wrapped, method: Method, prefix: int, chunk: int | None) -> bool:
     """Whether one prefill in a single call serves this method as its own would."""
-    trained = getattr(wrapped.model.config.get_text_config(), "max_position_embeddings", None)
+    trained = wrapped.trained
     past_trained = method.position_mode == "cache" and trained is not None and prefix > trained
     return chunk is None and not past_trained
 

@@ -21,6 +21,7 @@ from kvcompress.kernels.choose import library
 from kvcompress.measure.prefilled import Prefilled, alone, can_share, from_shared, prefill
 from kvcompress.measure.record import Record, digest
 from kvcompress.measure.scoring import Scores, ask, divergence, fill, score
+from kvcompress.measure.trained import warn_past_trained
 from kvcompress.methods.base import Method
 from kvcompress.methods.exact import Exact
 from kvcompress.text_form import MethodError, parse
@@ -68,7 +69,7 @@ def evaluate(
     makes a failed method a record with status "failed" instead of raising; without the exact baseline all of them
     failed. With a `prefix_cache`, prefills begin with the KV of former samples that share their beginning;
     `tokens_reused` says how much, and `prefill_s` is then the time of the rest. A model in train mode is measured in
-    eval mode, with a warning, and left as it was.
+    eval mode, with a warning, and left as it was; a text longer than the model was trained for warns too.
 
     Raises ValueError for too few ids, for ids outside the vocabulary and for questions that are not one for each
     sample, MethodError for a wrong method.
@@ -83,6 +84,8 @@ def evaluate(
     for each in questions:
         if each is not None and each.numel():
             check_ids(each, _vocabulary(model))
+    asked = max(0 if each is None else each.numel() for each in questions)
+    warn_past_trained(model.config, *fed(prefix, asked, scored))
     records: list[Record] = []
     for sample, (row, asked) in enumerate(zip(rows, questions, strict=True), start=first_sample):
         records += evaluate_sample(
@@ -101,6 +104,12 @@ def evaluate(
             prefix_cache=prefix_cache,
         )
     return records
+
+
+def fed(prefix: int, question: int, scored: int) -> tuple[int, str]:
+    """How many tokens a sample feeds, and of what they are made in words."""
+    parts = [f"prefix {prefix}", *([f"question {question}"] if question else []), f"scored {scored}"]
+    return prefix + question + scored, " + ".join(parts)
 
 
 def _questions(question: Tensor | Sequence[Tensor] | None, samples: int) -> list[Tensor | None]:

@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcompress.fingerprint import weights_fingerprint
-from kvcompress.measure.quality import Details, evaluate_sample
+from kvcompress.measure.quality import Details, evaluate_sample, fed
 from kvcompress.measure.record import Record, digest
+from kvcompress.measure.trained import warn_past_trained
 from kvcompress.methods.base import Method
-from kvcompress.models import load_model, load_tokenizer
+from kvcompress.models import load_config, load_model, load_tokenizer
 from kvcompress.prefix.prefix_cache import PrefixCache
 from kvcompress.runs.config import ConfigError, Experiment, RunConfig
 from kvcompress.runs.details import write_details
@@ -28,11 +29,12 @@ from kvcompress.texts import load_text
 
 @dataclass
 class Text:
-    """The text of an experiment in its model's tokens [N]: all that can be checked before the model is loaded."""
+    """The text of an experiment in its model's tokens [N], and what else is known before the model is loaded."""
 
     tokenizer: PreTrainedTokenizerBase
     ids: Tensor
     digest: str
+    config: PreTrainedConfig
 
 
 @dataclass
@@ -53,11 +55,12 @@ class Loaded:
 
 
 def load_ids(config: Experiment) -> Text:
-    """The text's ids. Raises TextNotFound, and ModelNotFound where there is no such tokenizer."""
+    """The text's ids. Raises TextNotFound, and ModelNotFound where there is no such tokenizer or configuration."""
     text, _ = load_text(config.data)
     tokenizer = load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
     ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids[0]
-    return Text(tokenizer, ids, hashlib.sha256(ids.numpy().tobytes()).hexdigest())
+    known = load_config(config.model, trust_remote_code=config.trust_remote_code)
+    return Text(tokenizer, ids, hashlib.sha256(ids.numpy().tobytes()).hexdigest(), known)
 
 
 def load(config: Experiment, text: Text) -> Loaded:
@@ -78,20 +81,23 @@ def run(config: RunConfig, folder: Path, progress: Progress = lambda text, done,
 
     A failed method becomes a record with status "failed" and the run goes on; the next run tries it again. Before the
     model is loaded: TextNotFound, ModelNotFound, ConfigError for a text that is too short for all samples and for a
-    folder with results of another config, RecordsError where the folder cannot be written.
+    folder with results of another config, RecordsError where the folder cannot be written; a warning for samples longer
+    than the model was trained for.
     """
     methods = config.grid()
     total = len(methods) * config.samples
     text = load_ids(config)
     samples = [sample_ids(text.ids, config, sample) for sample in range(config.samples)]
+    question = None
+    if config.question is not None:
+        question = text.tokenizer(config.question, add_special_tokens=False, return_tensors="pt").input_ids[0]
     with RecordFile(folder).opened() as file:
         check_folder(config, folder)
+        asked = 0 if question is None else question.numel()
+        warn_past_trained(text.config, *fed(config.prefix, asked, config.scored))
         progress("loading the model", 0, total)
         loaded = load(config, text)
         write_config(config, folder)
-        question = None
-        if config.question is not None:
-            question = text.tokenizer(config.question, add_special_tokens=False, return_tensors="pt").input_ids[0]
         depends = {"start", "stride", "question", "chunk", "share_prefill", "prefix_cache"}
         settings = loaded.settings({"data": config.data, **config.model_dump(include=depends)})
 

@@ -15,7 +15,9 @@ from kvcompress.cache import CompressedCache
 from kvcompress.errors import CacheError
 from kvcompress.kernels.choose import library
 from kvcompress.measure.streaming import Bucket, StreamRecord, recompute, recomputed, stream
+from kvcompress.measure.trained import warn_past_trained
 from kvcompress.methods.base import Method
+from kvcompress.prompt import stays_in_range
 from kvcompress.runs.config import ConfigError, Recompute, StreamingConfig
 from kvcompress.runs.folder import check_folder, write_config
 from kvcompress.runs.records import LineFile
@@ -41,12 +43,14 @@ def run_streaming(
 
     A method that was cut short goes on from the cache of its last finished bucket, or begins anew where that was too
     large to keep. A failed method becomes a record with status "failed" and is tried again by the next run. Raises
-    what `runner.run` does, before the model is loaded.
+    what `runner.run` does, before the model is loaded, and warns as it does.
     """
     text = load_ids(config)
     ids = segment_ids(text.ids, config)
     with StreamFile(folder).opened() as file:
         check_folder(config, folder)
+        if not all(stays_in_range(method) for method in config.grid()):
+            warn_past_trained(text.config, config.tokens, "of one segment")
         progress("loading the model", 0, 0)
         run = _Streaming(config, file, load(config, text), ids, progress)
         write_config(config, folder)

@@ -12,7 +12,7 @@ from kvcompress.evals.likelihood import Continuation, score
 from kvcompress.measure.quality import Details, evaluate, evaluate_sample
 from kvcompress.measure.record import Record
 from kvcompress.measure.streaming import stream
-from tests.families import VOCABULARY, tiny
+from tests.families import OPTIONS, VOCABULARY, build, tiny
 from tests.tiny import tiny_llama
 
 PREFIX, SCORED = 60, 12
@@ -219,6 +219,17 @@ def test_a_model_in_train_mode_is_measured_without_dropout(ids: torch.Tensor) ->
         measured = evaluate(model, ids, METHODS[2:], PREFIX, SCORED)
     assert [record.nll for record in measured] == expected
     assert model.training and model.transformer.h[1].mlp.training and not model.transformer.h[0].mlp.training
+
+
+def test_a_text_longer_than_the_model_was_trained_for_warns_once(recwarn: pytest.WarningsRecorder) -> None:
+    """The last position that is fed counts, a question's tokens too."""
+    model = build("llama", **OPTIONS["llama"] | {"max_position_embeddings": PREFIX + SCORED})
+    given = torch.randint(0, VOCABULARY, (2, PREFIX + SCORED + 1), generator=torch.Generator().manual_seed(5))
+    evaluate(model, given, ["snapkv(budget=20, window=8)"], PREFIX, SCORED)
+    assert not [str(each.message) for each in recwarn]
+    evaluate(model, given, ["snapkv(budget=20, window=8)"], PREFIX, SCORED, [torch.tensor([3]), torch.tensor([3, 4])])
+    (told,) = [str(each.message) for each in recwarn]
+    assert "74 tokens (prefix 60 + question 2 + scored 12) are more than the 72 that" in told
 
 
 def test_one_method_is_a_list_of_one(ids: torch.Tensor) -> None:

@@ -161,6 +161,7 @@ def test_a_text_that_is_too_short(tiny: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.filterwarnings("ignore:.*the model was trained for")
 @pytest.mark.parametrize("protocol", ["prefix", "streaming"])
 def test_a_mistake_in_the_text_is_told_before_the_model_is_loaded(tiny: Path, tmp_path: Path, protocol: str) -> None:
     """This folder holds a tokenizer and no weights: whatever needs them would fail first."""
@@ -176,6 +177,32 @@ def test_a_mistake_in_the_text_is_told_before_the_model_is_loaded(tiny: Path, tm
         measure(kind(**options, data=str(tmp_path / "short.txt")), tmp_path / "out")  # type: ignore[arg-type]
     with pytest.raises(ModelNotFound):
         measure(kind(**options), tmp_path / "out")  # type: ignore[arg-type]
+
+
+def test_a_sample_longer_than_the_model_was_trained_for_warns_before_the_model_is_loaded(
+    tiny: Path, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny, model, ignore=shutil.ignore_patterns("*.safetensors"))
+    with pytest.raises(ModelNotFound):
+        run(config(model, prefix=500, scored=12), tmp_path / "in range")
+    assert not recwarn.list
+    with pytest.raises(ModelNotFound):
+        run(config(model, prefix=500, scored=12, question="ab"), tmp_path / "beyond")
+    (told,) = [str(each.message) for each in recwarn.list]
+    assert "514 tokens (prefix 500 + question 2 + scored 12) are more than the 512 that" in told
+
+
+def test_a_stream_longer_than_the_model_was_trained_for_warns_if_a_method_leaves_the_range(
+    tiny: Path, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny, model, ignore=shutil.ignore_patterns("*.safetensors"))
+    for method, warnings in (("streaming_llm(window=60)", 0), ("kivi(bits=2)", 1)):
+        long = StreamingConfig(protocol="streaming", model=str(model), methods=[method], tokens=513, device="cpu")
+        with pytest.raises(ModelNotFound):
+            run_streaming(long, tmp_path / method)
+        assert len([each for each in recwarn.list if "513 tokens (of one segment)" in str(each.message)]) == warnings
 
 
 def test_a_failed_method_is_an_exit_code(tiny: Path, tmp_path: Path) -> None:
