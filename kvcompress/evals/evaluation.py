@@ -18,6 +18,7 @@ from kvcompress.evals.answers import Answers
 from kvcompress.evals.model import CompressedLM, Use
 from kvcompress.evals.results import EvalResult, ResultsFolder, SampleResult
 from kvcompress.fingerprint import weights_fingerprint
+from kvcompress.kernels.choose import library
 from kvcompress.measure.record import digest
 from kvcompress.runs.records import RecordsError
 
@@ -110,6 +111,7 @@ def _empty_result(lm: CompressedLM, name: str, task: Task, settings: Settings, m
         data_hash=digest(documents),
         settings={**asdict(settings), "max_length": lm.max_length},
         query_aware=aware.pop() if len(aware) == 1 else None,
+        kernels=library(lm.device.type),
     )
     same = ("task", "task_version", "num_fewshot", "limit", "seed", "data_hash")
     relevant = {part: getattr(result, part) for part in same}

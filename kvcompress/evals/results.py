@@ -44,7 +44,8 @@ class EvalResult:
     `score` and `stderr` are those of `metric` as lm-eval computes them, `scores` holds all its metrics.
     `sample_score` says what `SampleResult.score` is where it is not the metric itself. Bytes are a sample's mean,
     spare apart. `compressed` counts the samples of which a token was evicted or packed when they were scored.
-    `reused` answers are those of an earlier run that was stopped; `seconds` is null then.
+    `reused` answers are those of an earlier run that was stopped; `seconds` is null then. `kernels` is what the others
+    were computed with, as in a `Record`.
     """
 
     key: str
@@ -74,6 +75,7 @@ class EvalResult:
     memory_ratio: float | None = None
     memory_ratio_16bit: float | None = None
     seconds: float | None = None
+    kernels: str | None = None
     versions: dict[str, str] = field(default_factory=all_versions)
     status: str = "ok"
     error: str | None = None

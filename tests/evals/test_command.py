@@ -24,6 +24,7 @@ from kvcompress.evals.evaluation import Settings, evaluate_all
 from kvcompress.evals.loading import DataUnreachable, load_tasks
 from kvcompress.evals.results import EvalResult, ResultsFolder, SampleResult
 from kvcompress.evals.table import cell, difference_rows, score_rows
+from kvcompress.kernels.choose import library
 from kvcompress.measure.statistics import PairedDifference, paired_difference
 from kvcompress.runs.records import RecordsError
 from tests.evals import lm
@@ -88,6 +89,7 @@ def test_a_whole_evaluation(
         (task, method) for task in ("piqa_local", "passkey_agnostic") for method in ("exact", SNAPKV, FAILS)
     }
     assert {key[1] for key, result in results.items() if result.status == "failed"} == {FAILS}
+    assert {result.kernels for result in results.values()} == {library("cpu")}
 
     # The numbers are those of lm-eval's own model, and of the compressed one asked directly.
     task = load_tasks(["piqa"], None, {})["piqa_local"]

@@ -15,6 +15,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from kvcompress.cli import app
+from kvcompress.kernels.choose import library
 from kvcompress.measure.record import Record
 from kvcompress.models import ModelNotFound
 from kvcompress.runs.config import ConfigError, RunConfig, StreamingConfig
@@ -220,9 +221,25 @@ def test_a_failed_method_is_an_exit_code(tiny: Path, tmp_path: Path) -> None:
 
 def test_records_name_what_else_they_depend_on(tiny: Path, tmp_path: Path) -> None:
     (record,) = run(config(tiny, methods=["exact"], samples=1, chunk=16), tmp_path)
-    assert record.settings is not None and record.kernels == "numba"
+    assert record.settings is not None and record.kernels == library("cpu")
     assert {"data": "python-docs", "start": 0, "chunk": 16, "question": None}.items() <= record.settings.items()
     assert Record.from_json((tmp_path / "records.jsonl").read_text()) == record
+
+
+def test_without_numba_one_warning_and_every_record_says_so(tiny: Path, tmp_path: Path) -> None:
+    settings = tmp_path / "s.yaml"
+    settings.write_text(
+        f"model: {tiny}\ndevice: cpu\nprefix: 40\nscored: 6\nsamples: 2\n"
+        "methods: [exact, 'h2o(heavy=8, recent=8)', 'kivi(group_size=8, residual=16)']\n"
+    )
+    code = "import sys; sys.modules.update(numba=None, llvmlite=None); from kvcompress.cli import main; main()"
+    command = [sys.executable, "-c", code, "run", str(settings), "--out", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    told = " ".join((done.stdout + done.stderr).split())
+    assert told.count("plain torch does the work, and slower: Numba is not installed; install kvcompress[cpu]") == 1
+    records = RecordFile(tmp_path / "out").read().values()
+    assert [(record.kernels, record.status) for record in records] == [("torch", "ok")] * 6
 
 
 def test_a_failed_method_is_a_record_and_is_tried_again(tiny: Path, tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def task_facts(result: EvalResult) -> Facts:
     settings = {name: value for name, value in result.settings.items() if name != "metadata"}
     metadata = {name: value for name, value in (result.settings.get("metadata") or {}).items() if name != "samples"}
     about = ("task", "model", "fingerprint", "task_version", "num_fewshot", "limit", "seed", "data_hash", "query_aware")
-    own = {name: getattr(result, name) for name in about}
+    own = {name: getattr(result, name) for name in (*about, "kernels")}
     return {**settings, **metadata, **own, "lm_eval": result.versions.get("lm_eval")}
 
 
