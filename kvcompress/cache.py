@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache
 from kvcompress.budget import tokens_within
 from kvcompress.cache_layer import CacheLayer, exact_bytes, shapes_of
 from kvcompress.errors import CacheError
+from kvcompress.fed_ids import FedIds
 from kvcompress.methods.base import Method
 from kvcompress.methods.exact import Exact
 
@@ -34,6 +35,7 @@ class Call:
     counts: list[int]
     prefill: bool
     ends_prefill: bool
+    ids: Tensor | None = None  # [B, T]; None if what is fed is not known by its ids
 
 
 class CompressedCache(Cache):
@@ -62,6 +64,7 @@ class CompressedCache(Cache):
         super().__init__(layers=[CacheLayer(self, index, window) for index, window in enumerate(windows)])
         self.columns = self.calls = 0
         self.seen_tokens: list[int] = []
+        self.fed = FedIds([])
         self.prompt_lengths: list[int] = []
         self.turned_back: list[int] = []
         self.prefill_until: int | None = None
@@ -110,6 +113,7 @@ class CompressedCache(Cache):
     @property
     def nbytes(self) -> int:
         """Bytes of the storages that this cache holds, spare included."""
+        self.fed.read()  # so that none of these is left on the device
         storages = {}
         for layer in self.layers:
             tensors = [column.buffer for column in layer.store.columns().values()]
@@ -198,8 +202,11 @@ class CompressedCache(Cache):
             return
         raise CacheError(f"{failed}; go on from a fork made before it, or from a new cache")
 
-    def begin_call(self, columns: int, counts: list[int]) -> None:
-        """Begins a forward pass of `columns` columns, the last `counts[b]` of them tokens of row b."""
+    def begin_call(self, columns: int, counts: list[int], ids: Tensor | None = None) -> None:
+        """Begins a forward pass of `columns` columns, the last `counts[b]` of them tokens of row b.
+
+        `ids` [B, columns], if the KV of these tokens follows from them alone.
+        """
         self.check_whole()
         self.check_rows(len(counts))
         if not self.seen_tokens:
@@ -209,11 +216,14 @@ class CompressedCache(Cache):
         prefill = self.prefill_until is not None
         after = [seen + new for seen, new in zip(self.seen_tokens, counts, strict=True)]
         ends = prefill and after == self.prompt_lengths
-        self._call = Call(columns, counts, prefill, ends)
+        self._call = Call(columns, counts, prefill, ends, ids)
 
     def abandon_call(self) -> None:
         """Ends a forward pass that failed. If no layer had stored anything yet, the cache is as it was before it."""
-        if self._call is None or any(layer.store.seen != self.seen_tokens for layer in self.layers):
+        if self._call is None:
+            return
+        if any(layer.store.seen != self.seen_tokens for layer in self.layers):
+            self._call.ids = None
             return
         self._call = None
         if self.columns == 0:
@@ -221,6 +231,7 @@ class CompressedCache(Cache):
 
     def _start(self, rows: int) -> None:
         self.seen_tokens, self.turned_back = [0] * rows, [0] * rows
+        self.fed = FedIds([[]] * rows)
         self.reused_tokens = self.reused_tokens or [0] * rows
         for layer in self.layers:
             layer.start(rows)
@@ -231,6 +242,7 @@ class CompressedCache(Cache):
         self.columns += call.columns
         self.calls += 1
         self.seen_tokens = [seen + new for seen, new in zip(self.seen_tokens, call.counts, strict=True)]
+        self.fed.add(call.ids, call.counts, decoding=not call.prefill)
         if call.ends_prefill:
             assert self.prefill_until is not None
             self.columns, self.prefill_until = self.prefill_until, None
@@ -265,6 +277,7 @@ class CompressedCache(Cache):
         other.columns, other.seen_tokens, other.calls = self.columns, list(self.seen_tokens), 1
         other.prompt_lengths, other.turned_back = list(self.prompt_lengths), list(self.turned_back)
         other.reused_tokens = list(self.reused_tokens)
+        other.fed = self.fed.select(range(self.rows))
         other._call = Call(0, [0] * self.rows, prefill=True, ends_prefill=True)
         for mine, theirs in zip(self.layers, other.layers, strict=True):
             theirs.start(self.rows)
@@ -305,6 +318,7 @@ class CompressedCache(Cache):
         other.__dict__.update(self.__dict__)
         for name in PER_ROW:
             setattr(other, name, [number for number in getattr(self, name) for _ in range(n)])
+        other.fed = self.fed.select([row for row in range(self.rows) for _ in range(n)])
         other.layers = [layer.fork(other, n) for layer in self.layers]
         return other
 
@@ -330,6 +344,7 @@ class CompressedCache(Cache):
         for name in PER_ROW:
             numbers = getattr(self, name)
             setattr(self, name, [numbers[row] for row in index])
+        self.fed = self.fed.select(index)
         for layer in self.layers:
             layer.select_rows(index, beam_idx)
 

@@ -161,7 +161,10 @@ def prepare(cache: CompressedCache, arguments: dict[str, Any], vocabulary: int |
     cache.check_rows(rows)
     check_past(arguments.get("attention_mask"), cache, columns)
     check_positions(arguments.get("position_ids"), cache, columns, counts)
-    cache.begin_call(columns, counts)
+    # Whatever else the model is given may change the KV of the same ids.
+    others = arguments.keys() - {"input_ids", "attention_mask", "position_ids", "cache_position"}
+    alone = not any(isinstance(arguments[name], Tensor) for name in others)
+    cache.begin_call(columns, counts, ids if alone else None)
     device = source.device
     starts = [first - (columns - count) for first, count in zip(cache.first_position(), counts, strict=True)]
     if starts.count(starts[0]) == rows and starts[0] >= 0:

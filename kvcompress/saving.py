@@ -23,6 +23,7 @@ from kvcompress.cache import CompressedCache
 from kvcompress.cache_layer import CacheLayer
 from kvcompress.decoder import layer_windows
 from kvcompress.errors import CacheError
+from kvcompress.fed_ids import FedIds
 from kvcompress.fingerprint import weights_fingerprint
 from kvcompress.methods.base import Method
 from kvcompress.rope import rotaries
@@ -31,17 +32,22 @@ from kvcompress.stores.dense import DenseStore
 from kvcompress.stores.packed import PackedStore
 from kvcompress.text_form import MethodError, parse
 
-VERSION = 1
+VERSION = 2
+IDS = "ids"  # the tensor of what is known of every row's ids, one row after the other
 
 
 class SavedCache(Strict):
-    """What is written beside the tensors; `model` is the fingerprint of its weights and configuration."""
+    """What is written beside the tensors; `model` is the fingerprint of its weights and configuration.
+
+    `known` says of how many of the `seen` tokens of a row the ids are known, the first ones.
+    """
 
     version: int
     method: str
     model: str
     columns: Count
     seen: Annotated[list[Count], Field(min_length=1)]
+    known: list[Count]
     prompt_lengths: list[Count]
     turned_back: list[Count]
     layers: list[SavedLayer]
@@ -60,12 +66,14 @@ def save_cache(cache: CompressedCache, path: str | os.PathLike[str]) -> None:
         for layer in cache.layers
         for name, tensor in layer.store.tensors().items()
     }
+    tensors[IDS] = torch.tensor([id for row in cache.fed.rows for id in row], dtype=torch.int32)
     saved = SavedCache(
         version=VERSION,
         method=str(cache.method),
         model=cache.identity,
         columns=cache.columns,
         seen=cache.seen_tokens,
+        known=[len(row) for row in cache.fed.rows],
         prompt_lengths=cache.prompt_lengths,
         turned_back=cache.turned_back,
         layers=[SavedLayer(window=layer.window, store=StoreState(**layer.store.state())) for layer in cache.layers],
@@ -105,13 +113,15 @@ def load_cache(path: str | os.PathLike[str], model: PreTrainedModel) -> Compress
         )
     try:
         method = parse(saved.method)
+        ids = tensors.pop(IDS, None)
         per_layer = _checked(saved, tensors, windows, method)
+        fed = _fed(saved, ids)
     except (Mismatch, MethodError) as error:
         raise CacheError(f"{path} does not hold a usable cache: {error}; save the cache again") from error
     turning = method.position_mode == "cache"
     turns = (wrapped.rotaries() if wrapped is not None else rotaries(model)) if turning else None
     cache = CompressedCache(method, windows, identity, turns)
-    cache.columns, cache.seen_tokens = saved.columns, list(saved.seen)
+    cache.columns, cache.seen_tokens, cache.fed = saved.columns, list(saved.seen), fed
     cache.prompt_lengths, cache.turned_back = list(saved.prompt_lengths), list(saved.turned_back)
     cache.reused_tokens = [0] * len(saved.seen)
     device = next(model.parameters()).device
@@ -165,7 +175,7 @@ def _checked(
     saved: SavedCache, tensors: dict[str, Tensor], windows: list[int | None], method: Method
 ) -> list[dict[str, Tensor]]:
     """The tensors of each layer. Raises Mismatch unless the numbers fit each other, the model and the method."""
-    for name in ("prompt_lengths", "turned_back"):
+    for name in ("prompt_lengths", "turned_back", "known"):
         if len(getattr(saved, name)) != len(saved.seen):
             raise Mismatch(f"{name} are given for {len(getattr(saved, name))} rows, expected {len(saved.seen)}")
     for row, (seen, prompt, turned) in enumerate(zip(saved.seen, saved.prompt_lengths, saved.turned_back, strict=True)):
@@ -188,6 +198,17 @@ def _checked(
         except Mismatch as error:
             raise Mismatch(f"layer {index}: {error}") from error
     return per_layer
+
+
+def _fed(saved: SavedCache, ids: Tensor | None) -> FedIds:
+    """The ids of each row. Raises Mismatch unless there are as many as are said to be known."""
+    for row, (known, seen) in enumerate(zip(saved.known, saved.seen, strict=True)):
+        if known > seen:
+            raise Mismatch(f"row {row} saw {seen} tokens, but {known} ids of it are known")
+    if ids is None or ids.dtype != torch.int32 or list(ids.shape) != [sum(saved.known)]:
+        found = "missing" if ids is None else f"{ids.dtype} {list(ids.shape)}"
+        raise Mismatch(f"tensor {IDS} is {found}, expected torch.int32 {[sum(saved.known)]}")
+    return FedIds([row.tolist() for row in ids.split(saved.known)], ended=saved.known != saved.seen)
 
 
 def _fill(layer: CacheLayer, saved: SavedLayer, tensors: dict[str, Tensor]) -> None:

@@ -230,7 +230,7 @@ def at(*where: Any) -> Callable[[Tensor], Tensor]:
 
 STORE = ("layers", 1, "store")
 FORGERIES = {
-    "another version": ("h2o", put("version", 2), "format version 2, expected 1"),
+    "another version": ("h2o", put("version", 1), "format version 1, expected 2"),
     "no version": ("h2o", lambda numbers, _: numbers.pop("version"), "does not describe a cache"),
     "an unknown key": ("h2o", put("owner", "me"), "owner"),
     "a number as text": ("h2o", put("columns", "42"), "columns"),
@@ -249,6 +249,11 @@ FORGERIES = {
     "other bits, in the store as well": ("packed", put(*STORE, "options", "bits", 4), "options"),
     "more tokens than columns": ("h2o", put("seen", 0, 43), "row 0 saw 43 tokens in 42 columns"),
     "a prompt longer than the text": ("h2o", put("prompt_lengths", 1, 30), "row 1"),
+    "more ids than tokens": ("h2o", put("known", 1, 30), "row 1 saw 29 tokens, but 30 ids of it are known"),
+    "ids of one row": ("h2o", put("known", [42]), "known are given for 1 rows"),
+    "fewer ids than are known": ("h2o", alter("ids", lambda ids: ids[1:].clone()), "tensor ids is torch.int32 [70]"),
+    "ids of another dtype": ("h2o", alter("ids", lambda ids: ids.float()), "tensor ids is torch.float32"),
+    "no ids": ("h2o", lambda _, tensors: tensors.pop("ids"), "tensor ids is missing"),
     "a missing prompt length": ("h2o", put("prompt_lengths", [40]), "prompt_lengths are given for 1 rows"),
     "turned back where keys are not turned": ("h2o", put("turned_back", 0, 3), "turned back by 3"),
     "a window": ("h2o", put("layers", 0, "window", 8), "windows"),

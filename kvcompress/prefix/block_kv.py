@@ -101,14 +101,16 @@ def joined(blocks: Sequence[BlockKV], layer: int) -> LayerKV:
     raise ValueError(f"layer {layer} is not among the {sum(map(len, blocks[0].layout.groups.values()))} stored ones")
 
 
-def fill(cache: CompressedCache, rows: Sequence[Sequence[BlockKV]], sums: Sequence[ColumnSums | None]) -> None:
+def fill(
+    cache: CompressedCache, rows: Sequence[Sequence[BlockKV]], sums: Sequence[ColumnSums | None], ids: Tensor
+) -> None:
     """Makes stored blocks the beginning of the prompts that `cache` expects, as if their tokens had been fed.
 
     `rows`: the blocks of every row, as many as are stored of it; `sums`: their column sums, where the cache gathers
-    scores.
+    scores; `ids` [B, T]: their tokens, at the end of each row.
     """
     counts = [len(blocks) * blocks[0].layout.block if blocks else 0 for blocks in rows]
-    cache.begin_call(max(counts), counts)
+    cache.begin_call(max(counts), counts, ids)
     for layer in cache.layers:
         layer.update(*_padded([joined(blocks, layer.index) if blocks else None for blocks in rows], max(counts)))
         if layer.store.scores is not None:

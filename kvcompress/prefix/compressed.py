@@ -51,6 +51,7 @@ def check_compressed(cache: CompressedCache, tokens: Sequence[int], model: PreTr
             f"expected a cache of one row that one prefill, in one piece, has fed these {len(tokens)} tokens and "
             f"nothing else; this one has seen {cache.seen_tokens}"
         )
+    cache.fed.check(0, tokens)
     for stored in (column.buffer for column in cache.layers[0].store.filled):
         if stored.device != model.device or stored.dtype != model.dtype:
             raise CacheError(

@@ -145,14 +145,16 @@ class PrefixCache:
     def insert(self, ids: Sequence[int] | Tensor, cache: CompressedCache, row: int = 0) -> int:
         """Stores the full blocks of the prompt `ids` [N] out of row `row` of an exact cache that was fed it.
 
-        Returns how many tokens of the prompt are stored now; what did not fit is not. Raises CacheError for a cache
-        that may have lost something: of another method or model, or with sliding layers.
+        Returns how many tokens of the prompt are stored now; what did not fit is not. Raises CacheError for ids that
+        are not the first ones that it was fed, and for a cache that may have lost something: of another method or
+        model, or with sliding layers.
         """
         tokens = _one_prompt(ids)
         if not isinstance(cache.method, Exact) or cache.identity != self.identity:
             raise CacheError(f"only an exact cache of the same model has KV to store; this one is under {cache.method}")
         if not 0 <= row < cache.rows or cache.seen_tokens[row] < len(tokens):
             raise CacheError(f"row {row} holds no {len(tokens)} tokens: the cache has seen {cache.seen_tokens}")
+        cache.fed.check(row, tokens)
         sources = []
         for layer in cache.layers:
             if layer.window is not None or not isinstance(layer.store, DenseStore):
@@ -167,7 +169,8 @@ class PrefixCache:
         """Keeps what a prefill of the prompt `ids` [N] left in `cache` under a lossy method; False if it doesn't fit.
 
         It shares the memory of `cache` until that is fed on, and the cap with the exact blocks, which it never meets.
-        Raises CacheError for the exact method, and for one whose choice depends on what follows, such as snapkv.
+        Raises CacheError for ids that it was not fed, for the exact method, and for one whose choice depends on what
+        follows, such as snapkv.
         """
         tokens = _one_prompt(ids)
         check_compressed(cache, tokens, self._model, self.identity)

@@ -38,7 +38,7 @@ class Reuse:
         whole: bool = False,
     ) -> None:
         self.owner, self.cache, self.chunk, self.whole = owner, cache, chunk, whole
-        self.counts, self.columns = counts, ids.shape[1]
+        self.ids, self.counts, self.columns = ids, counts, ids.shape[1]
         self.parts: list[Part] = []
         self._prompts = [row[len(row) - count :] for row, count in zip(ids.tolist(), counts, strict=True)]
         self._keys = [owner.keys(prompt, chunk, cache.identity) for prompt in self._prompts]
@@ -89,7 +89,8 @@ class Reuse:
         reused = cache.reused_tokens = [match.tokens for match in self._matches]
         cache.expect_prefill(counts, self.columns)
         if any(reused):
-            fill(cache, [match.blocks for match in self._matches], [match.sums for match in self._matches])
+            stored = Part([self.columns - count for count in counts], reused).take(self.ids)
+            fill(cache, [match.blocks for match in self._matches], [match.sums for match in self._matches], stored)
         cache.recorder = self
         left = [count - stored for count, stored in zip(counts, reused, strict=True)]
         size = self.chunk or (owner.checkpoint if cache.gathers_scores and not self.whole else self.columns)
