@@ -6,7 +6,6 @@ B segments of a text are fed as the rows of a batch; token i of a row predicts t
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +17,7 @@ from transformers import PreTrainedModel
 
 from kvcompress.cache import CompressedCache
 from kvcompress.measure.record import JsonLine, versions
-from kvcompress.measure.speed import timed
+from kvcompress.measure.speed import quartiles, timed
 from kvcompress.measure.stored import kept_tokens, stored_bytes
 from kvcompress.methods.exact import Exact
 from kvcompress.wrapping import Wrapped, wrap
@@ -30,7 +29,8 @@ class StreamRecord(JsonLine):
 
     `nll` is the mean over `tokens_scored` tokens of all segments in nats, `nll_segments` that of each. Bytes are of
     the KV of all segments when the bucket ends, spare apart. `ms_per_call` is the median of calls of one token a
-    segment (for recomputation, of one window a segment). Status "stopped" says in `error` why no more was fed.
+    segment (for recomputation, of one window a segment), `ms_per_call_quartiles` the lower and the upper quartile.
+    Status "stopped" says in `error` why no more was fed.
     """
 
     method: str
@@ -52,6 +52,7 @@ class StreamRecord(JsonLine):
     kv_bytes_exact: int | None = None
     kept_tokens: int | None = None
     ms_per_call: float | None = None
+    ms_per_call_quartiles: list[float] | None = None
     seconds: float | None = None
     kernels: str | None = None
     settings: dict[str, Any] | None = None
@@ -68,14 +69,17 @@ class StreamRecord(JsonLine):
 
 @dataclass
 class Bucket:
-    """What one bucket gave: NLL in nats [B, T] of its scored tokens, and what the cache held at its end."""
+    """What one bucket gave: NLL in nats [B, T] of its scored tokens, and what the cache held at its end.
+
+    `ms_per_call` is the lower quartile, the median and the upper quartile.
+    """
 
     index: int
     nll: Tensor
     kv_bytes: int
     kv_bytes_exact: int
     kept_tokens: int
-    ms_per_call: float
+    ms_per_call: tuple[float, float, float]
     seconds: float
 
     def fill(self, record: StreamRecord) -> None:
@@ -86,7 +90,8 @@ class Bucket:
         record.nll_segments = self.nll.double().mean(1).tolist()
         record.kv_bytes, record.kv_bytes_exact = self.kv_bytes, self.kv_bytes_exact
         record.kept_tokens = self.kept_tokens
-        record.ms_per_call, record.seconds = self.ms_per_call, self.seconds
+        low, record.ms_per_call, high = self.ms_per_call
+        record.ms_per_call_quartiles, record.seconds = [low, high], self.seconds
 
 
 def bucket_ends(tokens: int, bucket: int | str, prefix: int = 1) -> list[int]:
@@ -131,7 +136,7 @@ def stream(
         with timed(ids.device) as elapsed:
             losses, times = _feed(wrapped, cache, ids, begin, end, tokens_per_call, timed_tokens)
         stored, kept = stored_bytes(cache), kept_tokens(cache)
-        ms = statistics.median(times) * 1000
+        ms = quartiles([seconds * 1000 for seconds in times])
         yield Bucket(index, torch.cat(losses, 1), stored, cache.exact_nbytes, kept, ms, elapsed.seconds), cache
 
 
@@ -175,7 +180,7 @@ def recompute(
                     stored, held = cache.exact_nbytes, int(cache.seen.max())
             if losses:
                 exact = stored // held * end
-                ms = statistics.median(times) * 1000
+                ms = quartiles([seconds * 1000 for seconds in times])
                 yield Bucket(index, torch.cat(losses, 1), stored, exact, held, ms, whole.seconds)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from kvcompress.measure.streaming import StreamRecord
@@ -15,12 +16,18 @@ from kvcompress.runs.figures import drawing, plot_lines, to_png
 from kvcompress.runs.markdown import markdown_table
 
 COLUMNS = ("method", "tokens fed", "ppl Q1", "Q2", "Q3", "Q4", "KV MB", "grew", "ms per call")
-"""Q1 to Q4 are the quarters of the text; `grew` is the stored KV at the end over that half way."""
+NOTE = (
+    "Q1 to Q4: quarters of the text. grew: stored KV at the end over that half way. ms per call: of one token a "
+    "segment, median (quartiles) of a bucket, each the median over the buckets."
+)
 
 
 @dataclass
 class Row:
-    """One method along the text; perplexities are None for quarters that it did not reach."""
+    """One method along the text; perplexities are None for quarters that it did not reach.
+
+    Of `ms_per_call` and its quartiles in each bucket, the medians over the buckets; older records have no quartiles.
+    """
 
     method: str
     tokens: int
@@ -28,12 +35,25 @@ class Row:
     kv_megabytes: float
     growth: float
     ms_per_call: float
+    ms_per_call_quartiles: tuple[float, float] | None
 
     def cells(self) -> list[str]:
         """The row as text, in the order of COLUMNS."""
         perplexities = ["–" if value is None else f"{value:.4g}" for value in self.quarters]
-        numbers = [f"{self.kv_megabytes:.2f}", f"x{self.growth:.2f}", f"{self.ms_per_call:.0f}"]
+        numbers = [f"{self.kv_megabytes:.2f}", f"x{self.growth:.2f}", self.time_text]
         return [self.method, str(self.tokens), *perplexities, *numbers]
+
+    @property
+    def time_text(self) -> str:
+        """The median time, with the quartiles behind it."""
+        if self.ms_per_call_quartiles is None:
+            return _milliseconds(self.ms_per_call)
+        low, high = map(_milliseconds, self.ms_per_call_quartiles)
+        return f"{_milliseconds(self.ms_per_call)} ({low}–{high})"
+
+
+def _milliseconds(value: float) -> str:
+    return f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
 
 def by_method(records: Sequence[StreamRecord]) -> dict[str, list[StreamRecord]]:
@@ -55,6 +75,7 @@ def summarise(records: Sequence[StreamRecord]) -> list[Row]:
         quarters = [perplexity([line for line in lines if low < line.end <= high]) for low, high in pairwise(limits)]
         half = next(line for line in lines if line.end >= lines[-1].end / 2)
         last = lines[-1].kv_bytes or 0
+        spreads = [line.ms_per_call_quartiles for line in lines if line.ms_per_call_quartiles]
         rows.append(
             Row(
                 method,
@@ -63,6 +84,7 @@ def summarise(records: Sequence[StreamRecord]) -> list[Row]:
                 last / 1e6,
                 last / (half.kv_bytes or 1),
                 median(line.ms_per_call or 0.0 for line in lines),
+                (median(low for low, _ in spreads), median(high for _, high in spreads)) if spreads else None,
             )
         )
     return rows
@@ -77,19 +99,27 @@ def perplexity(lines: Sequence[StreamRecord]) -> float | None:
 
 
 def rich_table(rows: Sequence[Row], title: str) -> Table:
-    """The table for a terminal."""
-    table = Table(title=title)
+    """The table for a terminal of 80 columns; the quartiles stand on a second line."""
+    table = Table(title=title, caption=NOTE, caption_justify="left", box=SIMPLE_HEAD)
+    table.pad_edge, table.collapse_padding = False, True
     for column in COLUMNS:
-        name = column == "method"
-        table.add_column(column, justify="left" if name else "right", overflow="fold" if name else "ellipsis")
+        first = column == "method"
+        table.add_column(
+            column.replace(" ", "\n"),
+            justify="left" if first else "right",
+            no_wrap=not first,
+            overflow="fold",
+            min_width=14 if first else None,
+        )
     for row in rows:
-        table.add_row(*row.cells())
+        *cells, time = row.cells()
+        table.add_row(*cells, time.replace(" ", "\n"))
     return table
 
 
 def markdown(rows: Sequence[Row], title: str) -> str:
     """The table as Markdown."""
-    return f"## {title}\n\n{markdown_table(COLUMNS, [row.cells() for row in rows])}"
+    return f"## {title}\n\n{markdown_table(COLUMNS, [row.cells() for row in rows])}\n{NOTE}\n"
 
 
 def figure(records: Sequence[StreamRecord], title: str) -> bytes:

@@ -113,7 +113,8 @@ def test_a_perplexity_too_large_for_a_float_is_still_a_number() -> None:
     from kvcompress.measure.streaming import StreamRecord
 
     record = StreamRecord("exact", "m", "float32", "cpu", "", "", 0, 0, 1, 1)
-    Bucket(0, torch.tensor([[1e4, 1e4]]), 1, 1, 1, 1.0, 1.0).fill(record)
+    Bucket(0, torch.tensor([[1e4, 1e4]]), 1, 1, 1, (0.5, 1.0, 2.0), 1.0).fill(record)
+    assert (record.ms_per_call, record.ms_per_call_quartiles) == (1.0, [0.5, 2.0])
     assert record.nll == 1e4
     assert record.ppl is not None and math.isfinite(record.ppl)
     assert StreamRecord.from_json(record.to_json()) == record

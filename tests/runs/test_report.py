@@ -310,6 +310,7 @@ def test_a_stopped_stream_says_so(tmp_path: Path) -> None:
     lines = [StreamRecord("exact", *head, "h", index, 10 * index, 10 * index + 10, 1, 1) for index in range(3)]
     for line in lines[:2]:
         line.nll, line.ppl, line.tokens_scored, line.kv_bytes, line.ms_per_call = 1.0, math.e, 10, 100, 2.0
+        line.ms_per_call_quartiles = [1.5, 3.0 + line.bucket]
     lines[2].status, lines[2].error = "stopped", "too much"
     (tmp_path / "streaming.jsonl").write_text("".join(line.to_json() + "\n" for line in lines))
     (section,) = sections(read_results([tmp_path]))
@@ -324,8 +325,9 @@ def test_a_stopped_stream_says_so(tmp_path: Path) -> None:
         "2.718",
         "0.00",
         "x1.00",
-        "2",
+        "2.0 (1.5–3.5)",
     ]
+    assert part.tables[0].rows[0][-1].value == 2.0
 
 
 def test_what_lies_in_two_folders_counts_once(tmp_path: Path) -> None:

@@ -1,15 +1,18 @@
 """Streaming runs that are stopped go on at the last finished bucket and end as if never stopped."""
 
+import copy
+import io
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from kvcompress.cli import app
 from kvcompress.measure.streaming import StreamRecord
 from kvcompress.runs.config import ConfigError, StreamingConfig, read_config
 from kvcompress.runs.streaming import StreamFile, run_streaming
-from kvcompress.runs.streaming_summary import summarise
+from kvcompress.runs.streaming_summary import rich_table, summarise
 from tests.tiny import save_tiny
 
 METHODS = ["streaming_llm(sinks=[0, 2], window=12)", "exact"]
@@ -83,6 +86,24 @@ def test_a_method_stops_at_the_memory_limit(tiny: Path, tmp_path: Path) -> None:
     assert rows["exact"].tokens == 40
     assert rows["exact"].quarters[2:] == [None, None]
     assert rows["streaming_llm(sinks=0, window=12)"].growth == 1.0
+
+
+def test_times_have_a_spread_and_the_table_fits_80_columns(whole: list[StreamRecord]) -> None:
+    lines = [copy.copy(line) for line in whole if line.method.startswith("recompute")]
+    for line, times in zip(lines, [(1.0, 2.0, 3.0), (1040.0, 1050.0, 1060.0), (1.0, 2.5, 9.0)] * 2, strict=False):
+        low, line.ms_per_call, high = times
+        line.end, line.kv_bytes, line.ms_per_call_quartiles = line.end * 1000, 999_990_000, [low, high]
+    rows = summarise(lines[:3])
+    assert rows[0].time_text == "2.5 (1.0–9.0)"
+    rows[0].ms_per_call, rows[0].ms_per_call_quartiles = 1050.0, (1040.0, 1060.0)
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(rich_table(rows, "t"))
+    shown = console.export_text()
+    assert "(1040–1060)" in shown and "…" not in shown and max(map(len, shown.splitlines())) <= 80
+    for record in whole:
+        assert record.ms_per_call_quartiles is not None and record.ms_per_call is not None
+        low, high = record.ms_per_call_quartiles
+        assert low <= record.ms_per_call <= high
 
 
 def test_a_failed_method_is_tried_again(tiny: Path, tmp_path: Path) -> None:

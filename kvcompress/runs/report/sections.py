@@ -292,8 +292,7 @@ def _streaming_section(streams: Sequence[StreamRecord]) -> Section | None:
         rows = streaming_summary.summarise(group)
         cells = [[Cell(text, _number(text)) for text in row.cells()] for row in rows]
         head: list[str] = list(streaming_summary.COLUMNS)
-        caption = "Q1 to Q4: quarters of the text. Grew: stored KV at the end over that half way."
-        part.tables.append(Table(caption, head, cells))
+        part.tables.append(Table(streaming_summary.NOTE, head, cells))
         part.figures = _streaming_figures(number, group) if rows else []
         part.points = [
             f"`{line.method}` after {line.begin} tokens: {line.status}: {line.error}"
@@ -311,6 +310,6 @@ def _streaming_figures(number: int, group: Sequence[StreamRecord]) -> list[Figur
 
 def _number(text: str) -> float | None:
     try:
-        return float(text.removeprefix("x"))
+        return float(text.removeprefix("x").partition(" ")[0])
     except ValueError:
         return None
