@@ -16,11 +16,12 @@ from transformers.cache_utils import CacheLayerMixin
 from kvcompress.budget import LayerShape
 from kvcompress.errors import CacheError, WrapError
 from kvcompress.kernels.softmax import Softmax
-from kvcompress.methods.base import Ends, Evicting
+from kvcompress.methods.base import Ends, Evicting, Kept
 from kvcompress.methods.view import LayerView, RecentQueries
 from kvcompress.stores import holes
 from kvcompress.stores.dense import DenseStore
 from kvcompress.stores.packed import PackedStore
+from kvcompress.stores.slots import column
 
 if TYPE_CHECKING:
     from kvcompress.cache import CompressedCache
@@ -152,15 +153,21 @@ class CacheLayer(CacheLayerMixin):
             store.free_units()
 
     def _evict(self, method: Evicting, give_up: list[int] | None = None) -> None:
-        view = LayerView(self.store, self.cache.prompt_lengths, self.cache.tokens_within, self.recent, give_up)
+        decoding = not self.cache.call.prefill
+        view = LayerView(
+            self.store, self.cache.prompt_lengths, self.cache.tokens_within, self.recent, give_up, decoding
+        )
         decision = method.keep(view)
         if isinstance(decision, Ends):
             self.store.evict_middle(decision.first, decision.last)
             return
+        keep, counts = (decision.mask, decision.counts) if isinstance(decision, Kept) else (decision, None)
         if method.position_mode == "cache" and method.acts == "prefill":
-            self._evict_and_rotate(decision)
+            self._evict_and_rotate(keep)
+        elif isinstance(self.store, DenseStore):
+            self.store.evict(keep, counts)
         else:
-            self.store.evict(decision)
+            self.store.evict(keep)
 
     def _evict_and_rotate(self, keep: Tensor) -> None:
         """Evicts once, and rotates what stays so that rotary distances are distances between slots."""
@@ -192,16 +199,21 @@ class CacheLayer(CacheLayerMixin):
         evicting = self.cache.method.evicting
         if evicting is None or evicting.acts != "every_call":
             return UNCHANGED
-        return self._turned(rotary)
+        return self._turned(rotary, evicting.slots_before_gaps)
 
     @contextmanager
-    def _turned(self, rotary: Rotary) -> Iterator[None]:
+    def _turned(self, rotary: Rotary, first: int | None) -> Iterator[None]:
         positions = self.store.current_positions(self.store.filled[0].buffer.device)
         held = positions >= 0
         behind = held.flip(-1).long().cumsum(-1).flip(-1)
-        seen = torch.tensor(self.store.seen, device=positions.device)[:, None, None]
+        seen = column(self.store.seen, positions.device)[:, None]
         delta = (seen - positions - behind).masked_fill(~held, 0)
-        count = int((delta > 0).any(1).any(0).sum())
+        if first is not None:
+            count = min(first, self.store.length)
+        elif delta.device.type == "cpu":
+            count = int((delta > 0).any(1).any(0).sum())
+        else:  # a turn by 0 changes nothing; asking the device would stop its stream
+            count = self.store.length
         if count == 0:
             yield
             return
@@ -218,7 +230,7 @@ class CacheLayer(CacheLayerMixin):
         """Rotates every key of row b by `-by[b]` positions."""
         rotary = self.rotary
         if rotary is not None and not self.store.empty:
-            delta = -torch.tensor(by, device=self.store.filled[0].buffer.device)[:, None, None]
+            delta = -column(by, self.store.filled[0].buffer.device)[:, None]
             for rows, keys in self.store.key_prefix(self.store.length):
                 keys.copy_(rotary.rotate(keys, delta[rows]))
 

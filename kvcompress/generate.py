@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,6 +57,7 @@ def run(wrapped: Wrapped, *args: Any, **kwargs: Any) -> Any:
     sequences: Tensor | None = None
     try:
         result = of_class.generate(wrapped.model, *args, **kwargs)
+        wrapped.check_unread()
         sequences = result if isinstance(result, Tensor) else result.sequences
         return result
     finally:
@@ -164,6 +165,23 @@ def prefill(
             }
             output = wrapped.model(**inputs, attention_mask=part.mask(input_ids.device))
         return output
+
+
+def without_what_the_cache_knows(wrapped: Wrapped, own: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """The model's `own` prepare_inputs_for_generation, which leaves mask and positions out of decoding steps.
+
+    They say what the cache knows, and to check them would stop a GPU's stream; the prompt's are checked.
+    """
+
+    @wraps(own)
+    def prepare_inputs(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        inputs = own(*args, **kwargs)
+        cache = inputs.get(wrapped.cache_name)
+        if isinstance(cache, CompressedCache) and cache.columns and cache.prefill_until is None:
+            return {name: value for name, value in inputs.items() if name not in ("attention_mask", "position_ids")}
+        return inputs
+
+    return prepare_inputs
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig
 
 from kvcompress.cache import CompressedCache
 from kvcompress.errors import CacheError, WrapError
+from kvcompress.stores.slots import column
 
 
 def call_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -38,7 +39,10 @@ def under_torch_compile() -> bool:
 
 
 def check_ids(ids: Any, vocabulary: int | None) -> None:
-    """Raises WrapError unless `ids` is an integer tensor [batch, columns] of tokens that the model knows."""
+    """Raises WrapError unless `ids` is an integer tensor [batch, columns] of tokens that the model knows.
+
+    Without a `vocabulary` their values are not asked for, which would stop a GPU's stream.
+    """
     if not isinstance(ids, Tensor):
         raise WrapError(
             f"ids are a {type(ids).__name__}, expected an integer tensor [batch, columns]; "
@@ -51,9 +55,11 @@ def check_ids(ids: Any, vocabulary: int | None) -> None:
         )
     if not ids.numel():
         raise WrapError(f"ids are {list(ids.shape)}, so they hold no token; feed at least one row and one column")
+    if vocabulary is None:
+        return
     rows = ids.tolist()
     low, high = min(map(min, rows)), max(map(max, rows))
-    if vocabulary is not None and (low < 0 or high >= vocabulary):
+    if low < 0 or high >= vocabulary:
         raise WrapError(f"id {low if low < 0 else high} is outside the model's vocabulary of {vocabulary} tokens")
 
 
@@ -143,6 +149,11 @@ def check_positions(given: Tensor | None, cache: CompressedCache, columns: int, 
             )
 
 
+def _may_wait(cache: CompressedCache, given: Tensor) -> bool:
+    """Whether what is `given` may be read: on a GPU, whose stream that stops, in prompts only."""
+    return given.device.type == "cpu" or cache.columns == 0 or cache.prefill_until is not None
+
+
 def prepare(cache: CompressedCache, arguments: dict[str, Any], vocabulary: int | None) -> dict[str, Any]:
     """Begins a call on `cache` and returns the decoder's arguments with its own positions and padding mask."""
     ids, embeds = arguments.get("input_ids"), arguments.get("inputs_embeds")
@@ -150,7 +161,7 @@ def prepare(cache: CompressedCache, arguments: dict[str, Any], vocabulary: int |
     if source is None:
         raise WrapError("neither input_ids nor inputs_embeds was given")
     if ids is not None:
-        check_ids(ids, vocabulary)
+        check_ids(ids, vocabulary if _may_wait(cache, ids) else None)
     elif not isinstance(source, Tensor) or source.dim() != 3 or not source.numel():
         given = list(source.shape) if isinstance(source, Tensor) else f"a {type(source).__name__}"
         raise WrapError(f"inputs_embeds are {given}, expected a tensor [batch, columns, hidden size], none of them 0")
@@ -170,14 +181,14 @@ def prepare(cache: CompressedCache, arguments: dict[str, Any], vocabulary: int |
     if starts.count(starts[0]) == rows and starts[0] >= 0:
         positions = torch.arange(starts[0], starts[0] + columns, device=device).expand(rows, columns)
     else:
-        positions = (torch.arange(columns, device=device) + torch.tensor(starts, device=device)[:, None]).clamp(min=0)
+        positions = (torch.arange(columns, device=device) + column(starts, device)).clamp(min=0)
     return {**arguments, "position_ids": positions, "attention_mask": _padding_mask(cache, device)}
 
 
 def past_mask(cache: CompressedCache, device: torch.device) -> Tensor:
     """What was fed, its padding gathered at the left of each row: bool [B, columns fed]."""
-    padding = torch.tensor([cache.columns - seen for seen in cache.seen_tokens], device=device)
-    return torch.arange(cache.columns, device=device) >= padding[:, None]
+    padding = column([cache.columns - seen for seen in cache.seen_tokens], device)
+    return torch.arange(cache.columns, device=device) >= padding
 
 
 def _padding_mask(cache: CompressedCache, device: torch.device) -> Tensor | None:
@@ -186,7 +197,7 @@ def _padding_mask(cache: CompressedCache, device: torch.device) -> Tensor | None
     padding = [total - seen - count for seen, count in zip(cache.seen_tokens, cache.call.counts, strict=True)]
     if not any(padding):
         return None
-    return (torch.arange(total, device=device) >= torch.tensor(padding, device=device)[:, None]).long()
+    return (torch.arange(total, device=device) >= column(padding, device)).long()
 
 
 def check_fed(cache: CompressedCache) -> None:
@@ -200,20 +211,33 @@ def check_fed(cache: CompressedCache) -> None:
             )
 
 
-def finish(cache: CompressedCache, hidden: Tensor) -> None:
-    """Ends the call. Raises WrapError for a layer that never asked the cache, CacheError for NaN."""
+def finish(cache: CompressedCache, hidden: Tensor, unread: Tensor | None) -> Tensor | None:
+    """Ends the call. Raises WrapError for a layer that never asked the cache, CacheError for NaN.
+
+    A GPU is not asked for NaN while decoding. Returns what `check_output` is to look at later: it holds NaN if this
+    call's output or what is `unread` of former ones did; None if nothing is left unread.
+    """
     check_fed(cache)
-    if math.isnan(hidden[:, -1].amax()):  # one NaN makes the largest NaN
+    largest = hidden[:, -1].amax()  # one NaN makes the largest NaN
+    read = _may_wait(cache, hidden)
+    if read:
+        check_output(cache, largest)
+    cache.end_call()
+    return None if read else largest if unread is None else torch.maximum(largest, unread)
+
+
+def check_output(cache: CompressedCache, largest: Tensor) -> None:
+    """Raises CacheError if the `largest` value of the model's output is NaN."""
+    if math.isnan(largest):
         raise CacheError(
             f"the model's output is NaN{_first_nan(cache)}; check the weights and the dtype "
             "(float16 overflows in some models; bfloat16 or float32 do not)"
         )
-    cache.end_call()
 
 
 def _first_nan(cache: CompressedCache) -> str:
     for layer in cache.layers:
-        for column in layer.store.filled:
-            if bool(column.view.isnan().any()):
+        for part in layer.store.filled:
+            if bool(part.view.isnan().any()):
                 return f", and so is the KV of layer {layer.index}"
     return ""

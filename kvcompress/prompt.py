@@ -16,6 +16,7 @@ from kvcompress.budget import resolve
 from kvcompress.cache import CompressedCache
 from kvcompress.errors import WrapError
 from kvcompress.methods.base import Method
+from kvcompress.stores.slots import column
 
 MOST_AT_ONCE = 1024  # tokens of a prompt that is cut by itself
 
@@ -32,8 +33,8 @@ class Part:
         columns, first = max(self.counts), self.starts[0]
         if self.starts.count(first) == self.counts.count(columns) == len(x):
             return x[:, first : first + columns]
-        ends = torch.tensor([start + count for start, count in zip(self.starts, self.counts, strict=True)])
-        index = (ends[:, None] - torch.arange(columns, 0, -1)).clamp(min=0).to(x.device)
+        ends = column([start + count for start, count in zip(self.starts, self.counts, strict=True)], x.device)
+        index = (ends - torch.arange(columns, 0, -1, device=x.device)).clamp(min=0)
         return x[torch.arange(len(x), device=x.device)[:, None], index]
 
     def mask(self, device: torch.device) -> Tensor | None:
@@ -41,7 +42,7 @@ class Part:
         columns = max(self.counts)
         if self.counts.count(columns) == len(self.counts):
             return None
-        return (torch.arange(columns, 0, -1) <= torch.tensor(self.counts)[:, None]).long().to(device)
+        return (torch.arange(columns, 0, -1, device=device) <= column(self.counts, device)).long()
 
 
 def parts(counts: list[int], columns: int, sizes: Callable[[], list[int]]) -> Iterator[Part]:

@@ -13,6 +13,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from kvcompress.cache_layer import CacheLayer
 from kvcompress.errors import WrapError
+from kvcompress.stores.slots import column
 
 
 @dataclass(frozen=True)
@@ -65,11 +66,11 @@ def visibility(layer: CacheLayer, lazy: LazyMask | None) -> Visibility:
     def mask(start: int, stop: int) -> Tensor:
         device = store.filled[0].buffer.device
         columns = torch.arange(start, stop, device=device)
-        ends = torch.tensor(store.lengths, device=device)[:, None, None]
+        ends = column(store.lengths, device)[:, None]
         own_slot = ends - call.columns + columns[:, None]  # [B, T, 1]: the slot of the column's own token
         seen = (torch.arange(store.length, device=device) <= own_slot)[:, None]
         if not whole:
-            counts = torch.tensor(call.counts, device=device)[:, None, None]
+            counts = column(call.counts, device)[:, None]
             seen = seen & (columns[:, None] >= call.columns - counts)[:, None]
         alive = store.alive(device)
         if alive is not None:
@@ -87,7 +88,7 @@ def _evaluate(layer: CacheLayer, lazy: LazyMask, columns: Tensor) -> Tensor:
     cache, device = layer.cache, columns.device
     rows = torch.arange(cache.rows, device=device)[:, None, None, None]
     after = [seen + new for seen, new in zip(cache.seen_tokens, cache.call.counts, strict=True)]
-    padding = torch.tensor([cache.columns + cache.call.columns - seen for seen in after], device=device)
-    kept = layer.store.current_positions(device) + padding[:, None, None]
+    padding = column([cache.columns + cache.call.columns - seen for seen in after], device)
+    kept = layer.store.current_positions(device) + padding[:, None]
     queries = (columns + cache.columns)[None, None, :, None]
     return lazy.rule(rows, torch.zeros_like(rows), queries, kept[:, :, None])

@@ -27,6 +27,7 @@ from kvcompress.inputs import (
     cache_in,
     call_arguments,
     check_ids,
+    check_output,
     check_past,
     finish,
     new_columns,
@@ -72,6 +73,7 @@ class Wrapped:
         self._identity: str | None = None  # when it was last looked at
         self._entered_anew = False
         self._cache: CompressedCache | None = None
+        self._unread: Tensor | None = None  # see `inputs.finish`
         self._undo: list[Callable[[], None]] = []
         if method.position_mode == "cache":
             self.rotaries()
@@ -99,6 +101,9 @@ class Wrapped:
         self._set(self.model, "_prepare_cache_for_generation", partial(generate.prepare_cache, self))
         self._set(self.model, "_prefill", partial(generate.prefill, self))
         self._set(self.model, "generate", partial(generate.run, self))
+        if self.model.can_generate():
+            own: Any = self.model.prepare_inputs_for_generation
+            self._set(self.model, "prepare_inputs_for_generation", generate.without_what_the_cache_knows(self, own))
         before = self.decoder.register_forward_pre_hook(self._before, with_kwargs=True)
         after = self.decoder.register_forward_hook(self._after, with_kwargs=True, always_call=True)
         self._undo += [before.remove, after.remove]
@@ -317,7 +322,13 @@ class Wrapped:
         if output is None:  # the pass failed
             cache.abandon_call()
         else:
-            finish(cache, output[0])
+            self._unread = finish(cache, output[0], self._unread)
+
+    def check_unread(self) -> None:
+        """Raises CacheError if an output that was not read, so as not to stop a GPU's stream, was NaN."""
+        unread, self._unread = self._unread, None
+        if unread is not None:
+            check_output(self.cache, unread)
 
     def _set(self, target: Any, name: str, value: Any) -> None:
         """Sets an attribute of the instance, to be undone when the model is unwrapped."""

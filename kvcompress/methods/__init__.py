@@ -9,10 +9,21 @@ from pkgutil import iter_modules
 from types import ModuleType
 
 from kvcompress.budget import Budget, check_budget
-from kvcompress.methods.base import Acts, Ends, Evicting, Method, PositionMode, registry
+from kvcompress.methods.base import Acts, Ends, Evicting, Kept, Method, PositionMode, registry
 from kvcompress.methods.view import LayerView
 
-__all__ = ["Acts", "Budget", "Ends", "Evicting", "LayerView", "Method", "PositionMode", "check_budget", "methods"]
+__all__ = [
+    "Acts",
+    "Budget",
+    "Ends",
+    "Evicting",
+    "Kept",
+    "LayerView",
+    "Method",
+    "PositionMode",
+    "check_budget",
+    "methods",
+]
 
 for _module in iter_modules(__path__):
     import_module(f"{__name__}.{_module.name}")

@@ -59,6 +59,14 @@ class Ends:
 
 
 @dataclass(frozen=True)
+class Kept:
+    """A decision to keep the slots in `mask` [B, H, S]: `counts[b]` in every head of row b, None where not known."""
+
+    mask: Tensor
+    counts: list[int] | None
+
+
+@dataclass(frozen=True)
 class Method:
     """Base of all methods. A subclass that sets `name` is registered under it and can be used in text form.
 
@@ -203,6 +211,11 @@ class Evicting(Method):
         """The number of newest tokens that are never evicted while decoding; None where it depends on the prompt."""
         return None
 
+    @property
+    def slots_before_gaps(self) -> int | None:
+        """How many first slots may hold tokens older than evicted ones; None where any slot may."""
+        return None
+
     def kept_tokens(self, tokens: Callable[[Budget], int]) -> int:
         """How many tokens of a long enough prompt stay, where `tokens(budget)` is what a budget means for it.
 
@@ -216,8 +229,8 @@ class Evicting(Method):
             )
         return tokens(budget)
 
-    def keep(self, layer: LayerView) -> Tensor | Ends:
-        """Which slots stay: a mask [B, H, S] with as many true slots in every head of a row, or `Ends`."""
+    def keep(self, layer: LayerView) -> Tensor | Ends | Kept:
+        """Which slots stay: a mask [B, H, S] with as many true slots in every head of a row, `Ends` or `Kept`."""
         raise TypeError(f"{type(self).__name__} must define keep(layer)")
 
     def new_store(self, rows: int) -> DenseStore | PackedStore:

@@ -4,10 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
-
 from kvcompress.budget import Budget, check_budget
-from kvcompress.methods.base import Acts, Evicting
+from kvcompress.methods.base import Acts, Evicting, Kept
 from kvcompress.methods.view import LayerView
 
 
@@ -59,7 +57,7 @@ class H2O(Evicting):
         assert self.heavy is not None and self.recent is not None
         return tokens(self.heavy) + tokens(self.recent)
 
-    def keep(self, layer: LayerView) -> Tensor:
+    def keep(self, layer: LayerView) -> Kept:
         if self.budget is not None:
             total = layer.tokens(self.budget)
             recent = [count - count // 2 for count in total]
@@ -67,4 +65,4 @@ class H2O(Evicting):
             assert self.heavy is not None and self.recent is not None
             recent = layer.tokens(self.recent)
             total = [heavy + newest for heavy, newest in zip(layer.tokens(self.heavy), recent, strict=True)]
-        return layer.top(layer.scores, total, always=layer.last(recent))
+        return layer.top_beside_newest(layer.scores, total, recent)

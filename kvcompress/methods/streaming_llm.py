@@ -49,6 +49,10 @@ class StreamingLLM(Evicting):
         return self.sinks
 
     @property
+    def slots_before_gaps(self) -> int | None:
+        return self.sinks if type(self).keep is StreamingLLM.keep else None  # a subclass may choose otherwise
+
+    @property
     def shortest_recent(self) -> int | None:
         if self.window is not None:
             return self.window

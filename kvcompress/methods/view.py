@@ -13,7 +13,7 @@ from kvcompress.budget import Budget, resolve
 from kvcompress.kernels import choose
 from kvcompress.kernels.scores.naive import column_sums
 from kvcompress.kernels.softmax import Softmax
-from kvcompress.methods.base import Ends
+from kvcompress.methods.base import Ends, Kept
 from kvcompress.stores.dense import DenseStore
 from kvcompress.stores.holes import weakest_units
 from kvcompress.stores.packed import PackedStore
@@ -54,6 +54,7 @@ class LayerView:
     tokens_within: Callable[[int], int]
     recent: RecentQueries | None = None
     give_up: list[int] | None = None  # of each row, how many packed units have to go with all that they hold
+    decoding: bool = False  # whether no prompt is being fed
 
     @property
     def lengths(self) -> list[int]:
@@ -126,8 +127,7 @@ class LayerView:
     def _window_mask(self, columns: int, real: list[int]) -> Tensor:
         """What the last `columns` queries see, of which the last `real[b]` are tokens of row b: [B, H or 1, T, S]."""
         device = self.device
-        ends = torch.tensor(self.lengths, device=device)[:, None, None]
-        tokens = torch.tensor(real, device=device)[:, None, None]
+        ends, tokens = column(self.lengths, device)[:, None], column(real, device)[:, None]
         back = torch.arange(columns - 1, -1, -1, device=device)[:, None]
         seen = ((torch.arange(self.store.length, device=device) < ends - back) & (back < tokens))[:, None]
         alive = self.store.alive(device)
@@ -142,13 +142,22 @@ class LayerView:
         pooled = pool(votes.masked_fill(~alive, 0).gather(-1, order))
         return torch.zeros_like(votes).scatter(-1, order, pooled)
 
+    def top_beside_newest(self, votes: Tensor, counts: list[int], newest: list[int]) -> Kept:
+        """What `top` chooses beside the `newest[b]` last tokens of each row, without asking a GPU how many that are."""
+        mask = self.top(votes, counts, always=self.last(newest))
+        if self.store.has_holes or self.give_up is not None:
+            return Kept(mask, None)
+        rows = zip(counts, newest, self.lengths, strict=True)
+        return Kept(mask, [min(max(count, last), length) for count, last, length in rows])
+
     def top(self, votes: Tensor, counts: list[int], always: Tensor | None = None) -> Tensor:
         """The slots in `always` and those with the highest votes beside them, `counts[b]` in all: bool [B, H, S].
 
         Ties go to the lowest slot. Where holes take more than a budget in bytes has room for, the packed units whose
-        best token has the lowest vote go as a whole. Raises ValueError if a vote is NaN.
+        best token has the lowest vote go as a whole. Raises ValueError if a vote is NaN (while decoding, on a CPU only:
+        asking would stop a GPU's stream).
         """
-        if bool(votes.isnan().any()):
+        if (votes.device.type == "cpu" or not self.decoding) and bool(votes.isnan().any()):
             raise ValueError(
                 "a score is NaN, so no token can be chosen: the keys, values or weights hold NaN. "
                 "Check the model's dtype (float16 overflows in some models; bfloat16 or float32 do not)"

@@ -64,9 +64,9 @@ class DenseStore(Slots):
         """The first `count` keys as (rows, keys [B, H, count, D]), to be written in place (re-rotation)."""
         return [(slice(None), self.filled[0].writable()[:, :, :count])]
 
-    def evict(self, keep: Tensor) -> None:
-        """Keeps the slots in the mask `keep` [B, H or 1, S]; the same number for each head of a row."""
-        index, counts = kept_index(keep, self.lengths)
+    def evict(self, keep: Tensor, counts: list[int] | None = None) -> None:
+        """Keeps the slots in the mask `keep` [B, H or 1, S]: `counts[b]`, if it is known, in each head of row b."""
+        index, counts = kept_index(keep, self.lengths, counts)
         if counts == self.lengths:
             return
         first = first_change(keep)
@@ -83,7 +83,8 @@ class DenseStore(Slots):
             return
         device = self.keys.device
         if not (self.uniform and len(set(gone)) == 1 and len(set(first)) == 1):
-            self.evict(ends_mask(self.lengths, first, last, device))
+            left = [length - count for length, count in zip(self.lengths, gone, strict=True)]
+            self.evict(ends_mask(self.lengths, first, last, device), left)
             return
         self.position_table(1, device)
         for column in self.columns().values():

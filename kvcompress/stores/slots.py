@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvcompress.kernels.host import on_device
 from kvcompress.stores.growing import Growing
 
 
@@ -48,8 +49,8 @@ class Slots:
         """Counts the last `counts[b]` of the T columns of `new` [B, H, T, D] as slots in use."""
         batch, heads, columns = new.shape[:3]
         if self.positions is not None:
-            ends = torch.tensor([seen + count for seen, count in zip(self.seen, counts, strict=True)])
-            positions = (ends[:, None] - torch.arange(columns, 0, -1)).to(new.device, torch.int32)
+            ends = column([seen + count for seen, count in zip(self.seen, counts, strict=True)], new.device)
+            positions = (ends - torch.arange(columns, 0, -1, device=new.device)).to(torch.int32)
             held = self.positions.buffer.shape[1]
             self.positions.append(positions[:, None].expand(batch, held, columns), self.lengths, counts)
         if self.with_scores:
@@ -63,7 +64,7 @@ class Slots:
     def position_table(self, heads: int, device: torch.device) -> Growing:
         """The stored positions, made from the plain range if this is the first time that they are needed."""
         if self.positions is None:
-            lengths = torch.tensor(self.lengths, device=device)[:, None]
+            lengths = column(self.lengths, device)
             table = torch.arange(self.length, device=device).expand(len(self.lengths), -1)
             table = table.masked_fill(table >= lengths, -1).to(torch.int32)
             self.positions = Growing(table[:, None].repeat(1, heads, 1), self.floor)
@@ -74,7 +75,7 @@ class Slots:
     def current_positions(self, device: torch.device) -> Tensor:
         """True position of the token in every slot: int64 [B, H or 1, S], -1 for a hole or behind a row's end."""
         slots = torch.arange(self.length, device=device)
-        beyond = slots >= torch.tensor(self.lengths, device=device)[:, None]
+        beyond = slots >= column(self.lengths, device)
         if self.positions is None:
             return slots.expand(len(self.lengths), -1).masked_fill(beyond, -1)[:, None]
         return self.positions.view.long().masked_fill(beyond[:, None], -1)
@@ -98,6 +99,10 @@ class Slots:
         self.positions = other.positions.fork(copies) if other.positions else None
         self.scores = other.scores.fork(copies) if other.scores else None
 
+    def row_numbers(self) -> list[list[int]]:
+        """Every number that the host keeps of each row."""
+        return [self.lengths, self.seen]
+
     def select_counts(self, index: list[int]) -> None:
         self.lengths = [self.lengths[row] for row in index]
         self.seen = [self.seen[row] for row in index]
@@ -109,19 +114,21 @@ class Slots:
 
 def column(numbers: list[int], device: torch.device) -> Tensor:
     """One number a row: int64 [B, 1]."""
-    return torch.tensor(numbers, device=device)[:, None]
+    return on_device(numbers, device)[:, None]
 
 
-def kept_index(keep: Tensor, lengths: list[int]) -> tuple[Tensor, list[int]]:
+def kept_index(keep: Tensor, lengths: list[int], counts: list[int] | None = None) -> tuple[Tensor, list[int]]:
     """From a mask `keep` [B, H or 1, S] to ascending slot indices [B, H or 1, K] and the number kept in each row.
 
     Every head of a row must keep the same number; rows that keep fewer than K end in indices that mean nothing.
+    `counts` is that number where the host knows it, so that a GPU need not be asked.
     """
     keep = keep & ends_mask(lengths, lengths, [0] * len(lengths), keep.device)
-    per_head = keep.sum(-1)
-    counts = per_head[:, 0].tolist()
-    if not bool((per_head == per_head[:, :1]).all()):
-        raise ValueError(f"every KV head of a row must keep the same number of tokens, got {per_head.tolist()}")
+    if counts is None:
+        per_head = keep.sum(-1)
+        counts = per_head[:, 0].tolist()
+        if not bool((per_head == per_head[:, :1]).all()):
+            raise ValueError(f"every KV head of a row must keep the same number of tokens, got {per_head.tolist()}")
     order = (~keep).to(torch.uint8).argsort(dim=-1, stable=True)
     return order[..., : max(counts)], counts
 
@@ -129,9 +136,8 @@ def kept_index(keep: Tensor, lengths: list[int]) -> tuple[Tensor, list[int]]:
 def ends_mask(lengths: list[int], first: list[int], last: list[int], device: torch.device) -> Tensor:
     """The first `first[b]` and the last `last[b]` of the `lengths[b]` slots of each row: bool [B, 1, S]."""
     slots = torch.arange(max(lengths), device=device)
-    front = torch.tensor(first, device=device)[:, None]
-    stop = torch.tensor(lengths, device=device)[:, None]
-    start = stop - torch.tensor(last, device=device)[:, None]
+    front, stop = column(first, device), column(lengths, device)
+    start = stop - column(last, device)
     return ((slots < torch.minimum(front, stop)) | ((slots >= start) & (slots < stop)))[:, None]
 
 

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvcompress.kernels.host import on_device
 from kvcompress.kernels.layout import DenseLayer, PackedLayer, codes_per_word, gapless
 from kvcompress.kernels.softmax import Softmax
 
@@ -264,8 +265,7 @@ def attend_decode(
     flat, device = query.contiguous(), query.device
     out = torch.empty_like(flat)
     left = torch.empty(batch, heads, parts, rows, width + 2, dtype=torch.float32, device=device)
-    held = [layer.fronts, layer.key_counts, layer.value_counts, layer.lengths]
-    counts = torch.tensor(held, dtype=torch.int64).to(device, non_blocking=True)
+    counts = on_device([*layer.fronts, *layer.key_counts, *layer.value_counts, *layer.lengths], device)
     extra = softmax.extra_logits(heads, groups, device)
     seen = counts if allowed is None else allowed.expand(batch, heads, columns, -1)
     if allowed is not None and seen.stride(-1) != 1:
