@@ -137,6 +137,8 @@ def prefill(
         )
     if input_ids.numel():
         check_ids(input_ids, wrapped.vocabulary)
+    if embeds is None and columns < input_ids.shape[1]:
+        _check_past_ids(cache, input_ids[:, :-columns], mask)
     counts, chunk = new_columns(mask, input_ids.shape[0], columns), generation_config.prefill_chunk_size
     generation_config.prefill_chunk_size = None  # chunks are ours: they count each row's own tokens
     # Whatever else the model is given may change the KV of the same ids.
@@ -182,6 +184,19 @@ def without_what_the_cache_knows(wrapped: Wrapped, own: Callable[..., dict[str, 
         return inputs
 
     return prepare_inputs
+
+
+def _check_past_ids(cache: CompressedCache, past: Tensor, mask: Tensor | None) -> None:
+    """Raises CacheError where a whole text does not begin with the ids that `cache` was fed, as far as it knows them.
+
+    `past` [B, columns fed]: B is a multiple of the cache's rows.
+    """
+    for row, ids in enumerate(past.tolist()):
+        own = row * cache.rows // len(past)
+        if mask is not None:
+            ids = [token for token, real in zip(ids, mask[row].tolist(), strict=False) if real]
+        if len(ids) == cache.seen_tokens[own]:  # else the mask is wrong, which is said elsewhere
+            cache.fed.check(own, ids[: len(cache.fed.rows[own])])
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import kvcompress as kvc
+from kvcompress import CacheError
 from tests.bugs.common import METHODS, left_padding, text
 from tests.families import tiny
 
@@ -45,6 +46,27 @@ def score(wrapped: kvc.Wrapped, cache: kvc.CompressedCache, new: Tensor, answer:
     logits = [wrapped.prefill(new[None], cache=cache).logits[0, -1]]
     logits += [wrapped(token[None, None], cache=cache).logits[0, -1] for token in answer[:-1]]
     return torch.stack(logits).log_softmax(-1).gather(-1, answer[:, None]).mean()
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("place", [7, 14, 21])
+def test_a_whole_text_that_begins_otherwise_is_refused(place: int, method: str) -> None:
+    """Over a cache that was fed another text the answer would be that text's."""
+    model, whole_mask = tiny("llama"), torch.cat([MASK, torch.ones_like(NEW)], 1)
+    right = torch.cat([FIRST, NEW], 1)
+    wrong = right.clone()
+    wrong[1, place] = (wrong[1, place] + 1) % 61
+    with kvc.wrap(model, method) as wrapped:
+        cache = wrapped.new_cache()
+        wrapped.prefill(FIRST, MASK, cache)
+        expected = wrapped.generate(NEW, cache=cache.fork(), **BEAMS)[:, 6:]
+        options = {**BEAMS, wrapped.cache_name: cache, "attention_mask": whole_mask}
+        told = rf"row 1 of this cache was fed id {right[1, place]} at position {place - 7}, .* have {wrong[1, place]} "
+        with pytest.raises(CacheError, match=told):
+            model.generate(wrong, **options)
+        assert (cache.rows, cache.seen.tolist()) == (2, [22, 15])
+        right[1, :7] = 5  # what padding holds does not matter
+        assert torch.equal(model.generate(right, **options)[:, 28:], expected)
 
 
 @pytest.mark.parametrize("method", METHODS)
