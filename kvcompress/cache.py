@@ -340,13 +340,24 @@ class CompressedCache(Cache):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row b continues from what row `beam_idx[b]` held."""
-        index = beam_idx.tolist()
+        # Where all rows are alike on the host, which ones are taken need not be asked of a GPU.
+        index = [0] * len(beam_idx) if self._rows_alike else beam_idx.tolist()
         for name in PER_ROW:
             numbers = getattr(self, name)
             setattr(self, name, [numbers[row] for row in index])
-        self.fed = self.fed.select(index)
+        self.fed.reorder(beam_idx)
         for layer in self.layers:
             layer.select_rows(index, beam_idx)
+
+    @property
+    def _rows_alike(self) -> bool:
+        """Whether every number that the host keeps of a row is the same for all rows."""
+        numbers: list[list[int]] = [getattr(self, name) for name in PER_ROW]
+        for layer in self.layers:
+            numbers += layer.store.row_numbers()
+            if layer.recent is not None:
+                numbers.append(layer.recent.real)
+        return all(len(set(each)) == 1 for each in numbers)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps the rows `indices`."""

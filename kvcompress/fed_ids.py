@@ -13,34 +13,46 @@ from torch import Tensor
 
 from kvcompress.errors import CacheError
 
-MOST_WAITING = 1024  # calls whose ids lie on a device before they are read
+MOST_WAITING = 1024  # what lies on a device before it is read
 
 
 class FedIds:
     """Every row's ids in order, without padding, 4 bytes each in host memory.
 
-    They are known up to the first call that is not described by its ids alone. Those of decoding steps on a GPU wait
-    there until somebody asks, so that no step waits for them.
+    They are known up to the first call that is not described by its ids alone. Those of decoding steps on a GPU, and
+    the beams' indices, wait there until somebody asks, so that no step waits for them.
     """
 
     def __init__(self, rows: Sequence[Sequence[int]], ended: bool = False) -> None:
         self._rows = [array("i", row) for row in rows]
         self._ended = ended
-        self._waiting: list[tuple[Tensor, list[int]]] = []
+        self._waiting: list[tuple[Tensor, list[int] | None]] = []  # ids and counts, or an order of rows and None
 
     def add(self, ids: Tensor | None, counts: list[int], decoding: bool) -> None:
         """Of `ids` [B, T] the last `counts[b]` were fed to row b; None if the call is not known by its ids."""
         self._ended = self._ended or ids is None
         if self._ended or ids is None:
             return
-        self._waiting.append((ids.to(torch.int32, copy=True), counts))
-        if not decoding or ids.device.type == "cpu" or len(self._waiting) == MOST_WAITING:
+        self._wait(ids, counts)
+        if not decoding:
+            self.read()
+
+    def reorder(self, index: Tensor) -> None:
+        """Row b goes on from what row `index[b]` was fed."""
+        self._wait(index, None)
+
+    def _wait(self, numbers: Tensor, counts: list[int] | None) -> None:
+        self._waiting.append((numbers.to(torch.int32, copy=True), counts))
+        if numbers.device.type == "cpu" or len(self._waiting) == MOST_WAITING:
             self.read()
 
     def read(self) -> None:
         """Brings what waits on a device to the host."""
-        for ids, counts in self._waiting:
-            for row, new, count in zip(self._rows, ids.cpu().numpy(), counts, strict=True):
+        for numbers, counts in self._waiting:
+            if counts is None:
+                self._rows = [self._rows[row][:] for row in numbers.tolist()]
+                continue
+            for row, new, count in zip(self._rows, numbers.cpu().numpy(), counts, strict=True):
                 row.frombytes(new[len(new) - count :].tobytes())
         self._waiting = []
 

@@ -152,4 +152,8 @@ def test_steps_are_read_when_somebody_asks_or_many_wait(monkeypatch: pytest.Monk
     for place in range(5, MOST_WAITING + 9):
         fed.add(reused.copy_(steps[:, place : place + 1]), [1, 1], decoding=True)
     assert [len(row) for row in fed._rows] == [MOST_WAITING + 5, MOST_WAITING + 3] and len(fed._waiting) == 4
-    assert [row.tolist() for row in fed.rows] == [steps[0].tolist(), steps[1, 2:].tolist()]
+    fed.reorder(torch.tensor([1, 1]))
+    fed.add(reused.copy_(steps[:, :1]), [1, 1], decoding=True)
+    assert len(fed._waiting) == 6
+    own = steps[1, 2:].tolist()
+    assert [row.tolist() for row in fed.rows] == [own + steps[:1, 0].tolist(), own + steps[1:, 0].tolist()]

@@ -101,12 +101,13 @@ def test_no_decoding_step_asks_an_accelerator(family: str, method: str, padding:
 
 
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
-def test_nor_does_a_step_of_generate(method: str) -> None:
+def test_nor_does_a_step_of_generate_or_of_its_beams(method: str) -> None:
     with kvc.wrap(copy.deepcopy(tiny("llama")), method) as wrapped:
         cache = wrapped.new_cache()
         wrapped.prefill(text(3, 23), cache=cache)
         with on_accelerator(wrapped, cache):
             for columns in (24, 25):
+                cache.reorder_cache(torch.empty(3, dtype=torch.int64, device=ACCELERATOR))
                 given = wrapped.model.prepare_inputs_for_generation(
                     ids(3),
                     attention_mask=torch.ones(3, columns, dtype=torch.int64, device=ACCELERATOR),

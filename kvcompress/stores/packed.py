@@ -264,6 +264,9 @@ class PackedStore(Slots):
         other.fronts = [front for front in self.fronts for _ in range(copies)]
         return other
 
+    def row_numbers(self) -> list[list[int]]:
+        return [*super().row_numbers(), self.fronts, self.keys.counts, self.values.counts]
+
     def select_rows(self, index: list[int], on_device: Tensor) -> None:
         """Keeps rows `index` in that order; `on_device` is the same on the store's device."""
         self.select_counts(index)

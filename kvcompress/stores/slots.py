@@ -99,6 +99,10 @@ class Slots:
         self.positions = other.positions.fork(copies) if other.positions else None
         self.scores = other.scores.fork(copies) if other.scores else None
 
+    def row_numbers(self) -> list[list[int]]:
+        """Every number that the host keeps of each row."""
+        return [self.lengths, self.seen]
+
     def select_counts(self, index: list[int]) -> None:
         self.lengths = [self.lengths[row] for row in index]
         self.seen = [self.seen[row] for row in index]
