@@ -35,6 +35,8 @@ class Decisions:
         self.layers = [layer.index for layer in cache.layers if layer.compresses]
         self.after = [call.kept for call in calls[1:]] + [[cache.kept(layer) for layer in range(len(cache.layers))]]
         self.evicted = 0
+        method = cache.method
+        self.gives_up_units = method.byte_budget is not None and method.packing is not None
 
     def heads(self) -> list[tuple[int, int, int]]:
         """(layer, row, KV head) of all that is compressed."""
@@ -57,9 +59,15 @@ class Decisions:
         return self.oracle.probabilities[layer][row, head][:, columns, padding:].mean(0).numpy()
 
     def compare(self, got: list[int], stored: list[int], scores: Vector, total: int, always: list[int]) -> None:
-        """Asserts that `got` is `always` and the best scored of the others, `total` in all; scores as in `stored`."""
-        assert len(got) == min(total, len(stored)), (got, stored, total)
+        """Asserts that `got` is `always` and the best scored of the others, `total` in all; scores as in `stored`.
+
+        Under a budget in bytes, whole packed units go where holes take the room: then fewer, whichever these leave.
+        """
         assert set(always) <= set(got) <= set(stored), (got, always)
+        if self.gives_up_units and len(got) < min(total, len(stored)):
+            self.evicted += len(stored) - len(got)
+            return
+        assert len(got) == min(total, len(stored)), (got, stored, total)
         value = dict(zip(stored, scores.tolist(), strict=True))
         older = [position for position in stored if position not in set(always)]
         best = sorted(older, key=lambda position: (-value[position], position))[: len(got) - len(always)]

@@ -112,7 +112,7 @@ REFUSED: dict[str, tuple[Feed, str]] = {
         r"position_ids are \[1, 9\], expected \[batch, 20\]",
     ),
     "positions on several axes": (
-        lambda w, c: w(text(), c, position_ids=torch.zeros(3, 1, 20, dtype=torch.long)),
+        lambda w, c: w(text(), c, position_ids=torch.arange(3)[:, None, None] * torch.arange(20)),
         r"position_ids are \[3, 1, 20\]",
     ),
     "chunks of nothing": (

@@ -148,7 +148,8 @@ def test_a_byte_budget_holds_for_rows_of_any_lengths(text: str, limit: int, leng
 @pytest.mark.parametrize("text", EVERY_CALL)
 def test_a_byte_budget_holds_at_every_step_with_holes_and_spare(text: str, family: str) -> None:
     """From a short prompt on, past the budget and through many rounds of packing; a call of many tokens among them."""
-    limit = 60_000 if "kivi" in text else 40_000
+    # Two times two rows must still hold what stays unpacked; gemma2's sliding layers take their own share.
+    limit = 40_000 if "kivi" not in text else 60_000 if family == "llama" else 80_000
     with kvc.wrap(tiny(family), text.format(f"{limit}B")) as wrapped:
         cache = wrapped.new_cache()
         mask = torch.ones(2, 9, dtype=torch.long)

@@ -16,7 +16,7 @@ PROMPT, NEW = 30, 30  # more new tokens than the budget of 12
 
 SAYS = {
     "exact": "Keeps everything.",
-    SNAPKV: "Decoding only appends: the cache holds `budget` tokens plus every token generated since.",
+    SNAPKV: "Decoding only appends: the cache holds `budget` tokens plus every token generated since,",
     STREAMING: "Acts on every call: a new token attends to all that is stored and itself, then the oldest beside the "
     "sinks goes.",
     H2O: "After prefill and after every call the top `heavy` of those older than the recent window stay.",

@@ -40,7 +40,7 @@ def test_a_method_that_occurs_twice_is_run_once() -> None:
         ("model: m\nmethods: [exact]\nprefx: 3\n", "unknown key 'prefx'; did you mean 'prefix'?"),
         ("model: m\nmethods: [snapk]\n", "unknown method 'snapk'; did you mean 'snapkv'?"),
         ("model: m\nmethods:\n- snapkv(budgt=3)\n", "no option 'budgt'; did you mean 'budget'?"),
-        ("model: m\nmethods:\n- snapkv(budget=0)\n", "budget 0 tokens is less than the observation window (32)"),
+        ("model: m\nmethods:\n- snapkv(budget=8)\n", "budget 8 tokens is less than the observation window (32)"),
         ("model: m\nmethods:\n- snapkv(budget=[])\n", "an empty list leaves no method"),
         ("methods: [exact]\n", "the key 'model' is missing"),
         ("model: m\nmethods: [exact]\nprefix: 0\n", "prefix: Input should be greater than or equal to 1, got 0"),
