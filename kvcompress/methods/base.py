@@ -184,7 +184,7 @@ class Evicting(Method):
     def _check_inherited(self) -> None:
         check_positions(self.positions)
         for option in fields(self):
-            budget = getattr(self, option.name)
+            budget: Any = getattr(self, option.name)
             if option.name == "budget" and not (budget is None and option.default is None):
                 check_budget(budget)
 

@@ -4,6 +4,8 @@ import ast
 from numbers import Integral, Real
 from typing import Any
 
+_OWN_KINDS: tuple[tuple[Any, Any], ...] = ((bool, bool), (int, Integral), (float, Real), (str, str))
+
 
 def plain(value: Any) -> Any:
     """`value` with Python's own numbers and texts in place of numpy's, torch's and others'; lists become tuples."""
@@ -11,8 +13,7 @@ def plain(value: Any) -> Any:
         value = value.item()
     if isinstance(value, list | tuple):
         return tuple(map(plain, value))
-    own_kinds: tuple[tuple[Any, type], ...] = ((bool, bool), (int, Integral), (float, Real), (str, str))
-    for own, kind in own_kinds:
+    for own, kind in _OWN_KINDS:
         if isinstance(value, kind):
             return own(value)
     return value
