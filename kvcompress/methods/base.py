@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields
 from keyword import iskeyword
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 from torch import Tensor
 
@@ -184,9 +184,9 @@ class Evicting(Method):
     def _check_inherited(self) -> None:
         check_positions(self.positions)
         for option in fields(self):
-            budget: Any = getattr(self, option.name)
-            if option.name == "budget" and not (budget is None and option.default is None):
-                check_budget(budget)
+            budget: Budget | None = getattr(self, option.name)
+            if option.name == "budget" and (budget is not None or option.default is not None):
+                check_budget(cast("Budget", budget))
 
     @property
     def evicting(self) -> Evicting | None:

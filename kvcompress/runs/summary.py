@@ -130,7 +130,7 @@ def rich_table(rows: Sequence[Row], title: str) -> Table:
     So does what was not compressed, under the method.
     """
     table = Table(title=title, caption=NOTE, caption_justify="left", box=SIMPLE_HEAD)
-    table.pad_edge, table.collapse_padding = False, True
+    table.pad_edge, table.padding = False, 0
     for column in COLUMNS:
         if column in ("at 16 bit", "compressed"):
             continue
@@ -140,12 +140,18 @@ def rich_table(rows: Sequence[Row], title: str) -> Table:
             justify="left" if first else "right",
             no_wrap=not first,
             overflow="fold",
-            min_width=20 if first else None,
+            min_width=14 if first else None,
         )
     for row in rows:
         method, smaller, at_16_bit, compressed, *numbers, decode, samples = row.cells()
         below = f"\ncompressed: {compressed}" if row.changed_little else ""
-        table.add_row(method + below, f"{smaller}\n({at_16_bit})", *numbers, decode.replace(" ", "\n"), samples)
+        table.add_row(
+            method + below,
+            f"{smaller}\n({at_16_bit})",
+            *numbers,
+            decode.replace(" ", "\n"),
+            samples.replace(" ", "\n", 1),
+        )
     return table
 
 

@@ -22,7 +22,7 @@ from kvcompress.runs.config import ConfigError, RunConfig, StreamingConfig
 from kvcompress.runs.records import RecordFile, RecordsError
 from kvcompress.runs.runner import run
 from kvcompress.runs.streaming import run_streaming
-from kvcompress.runs.summary import markdown, rich_table, summarise
+from kvcompress.runs.summary import Row, markdown, rich_table, summarise
 from kvcompress.texts import TextNotFound
 from tests.tiny import save_tiny
 
@@ -267,6 +267,20 @@ def test_summary_is_over_all_scored_tokens() -> None:
         *["2.00 (2.00–2.75)", "2 (1 failed)"],
     ]
     assert r"`kivi \| x`" in markdown([row], "t")
+
+
+def test_nothing_is_cut_off_at_80_columns() -> None:
+    """Of a table with wide numbers and failed samples, as a real model gives them."""
+    wide = Row("snapkv(budget=0.5) | kivi(bits=4)", 12, 3, 7.42, 3.71, "yes", 1234.56, 1024, 10.762, 0.0136, 0.941)
+    wide.decode = 1.08, 1.15, 1.20
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(rich_table([wide], "t"))
+    shown = console.export_text().splitlines()
+    heads = next(line for line in shown if "KV MB" in line)
+    assert heads.split()[-2:] == ["decode", "n"]
+    assert any(line.endswith("12") for line in map(str.rstrip, shown)) and any("(3 failed)" in line for line in shown)
+    assert max(map(len, shown)) <= 80 and "…" not in "".join(shown)
+    assert "taken in turns: median (quartiles)" in " ".join(" ".join(shown).split())
 
 
 def test_a_method_that_changes_nothing_is_marked(tiny: Path, tmp_path: Path) -> None:
