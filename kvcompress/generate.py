@@ -52,6 +52,9 @@ def generate(wrapped: Wrapped, ids: Tensor | None, cache: CompressedCache | None
 def run(wrapped: Wrapped, *args: Any, **kwargs: Any) -> Any:
     """Stands in for the model's own, after which a prefix cache stores what was generated exactly."""
     of_class: Any = type(wrapped.model)
+    ids = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
+    if ids is not None:
+        check_ids(ids, wrapped.vocabulary)
     replies: list[_Reply] = []
     before = _REPLIES.set(replies)
     sequences: Tensor | None = None

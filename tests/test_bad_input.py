@@ -93,6 +93,14 @@ REFUSED: dict[str, tuple[Feed, str]] = {
         lambda w, c: w.generate(text(), c, attention_mask=torch.ones(1, 9, dtype=torch.long), **NEW),
         r"attention_mask is \[1, 9\], expected 20 columns",
     ),
+    "a list of ids in the model's generate": (
+        lambda w, c: w.model.generate(text().tolist(), **NEW),
+        "ids are a list, expected an integer tensor",
+    ),
+    "ids of numpy in the model's generate": (
+        lambda w, c: w.model.generate(input_ids=text().numpy(), **NEW),
+        "ids are a ndarray, expected an integer tensor",
+    ),
     "ids of numpy": (lambda w, c: w.prefill(text().numpy(), cache=c), "ids are a ndarray, expected an integer tensor"),  # pyright: ignore[reportArgumentType]
     "embeddings as a list": (
         lambda w, c: w.model(inputs_embeds=[[0.0]], **{w.cache_name: c}),
