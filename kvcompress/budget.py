@@ -134,7 +134,10 @@ def tokens_within(
 
     found = largest_fitting(lambda tokens: bytes_of(tokens) <= limit, most, period_of(method))
     if not found:
-        raise ValueError(f"a budget of {limit:,} bytes does not hold one token ({bytes_of(1):,} bytes); give more")
+        each = f" in each of {len(prompts)} rows" if len(prompts) > 1 else ""
+        raise ValueError(
+            f"a budget of {limit:,} bytes does not hold one token{each} ({bytes_of(1):,} bytes); give more"
+        )
     return found
 
 

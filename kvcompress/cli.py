@@ -38,7 +38,7 @@ def run(
     )
 
     from kvcompress.runs import outcome
-    from kvcompress.runs.config import read_config
+    from kvcompress.runs.config import ConfigError, read_config
 
     settings = read_config(config)
     folder = out if out is not None else Path("runs") / config.stem
@@ -58,6 +58,8 @@ def run(
                 folder,
                 lambda text, done, total: bar.update(task, description=text, completed=done, total=total),
             )
+    except ConfigError as error:
+        raise ConfigError("\n".join(f"{config}: {line}" for line in str(error).splitlines())) from error
     except KeyboardInterrupt:
         _complain(f"stopped; finished records are safe in {folder}, the same command goes on from there")
         raise typer.Exit(130) from None

@@ -32,6 +32,7 @@ __all__ = [
     "load_config",
     "load_model",
     "load_tokenizer",
+    "without_weights",
 ]
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -46,6 +47,19 @@ def load_config(name_or_path: str | Path, trust_remote_code: bool = False) -> Pr
     from transformers import AutoConfig
 
     return _from_pretrained(AutoConfig, name_or_path, trust_remote_code=trust_remote_code)
+
+
+def without_weights(config: PreTrainedConfig, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The causal language model of a configuration with its buffers, but parameters on the meta device: no weights.
+
+    Raises:
+        ValueError: transformers knows no causal language model of that configuration.
+    """
+    from accelerate import init_empty_weights
+    from transformers import AutoModelForCausalLM
+
+    with init_empty_weights(include_buffers=False):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
 
 
 def load_tokenizer(name_or_path: str | Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:

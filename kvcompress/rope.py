@@ -94,11 +94,7 @@ def rotaries(model: PreTrainedModel) -> list[Rotary | None]:
     """
     name = type(model).__name__
     config = model.config.get_text_config(decoder=True)
-    tables = frequencies(model)
-    reason = _refusal(model, config, tables)
-    if reason:
-        raise _error(name, reason)
-
+    tables = check_movable(model)
     positions = _positions(config).to(tables[0].device)
     keys, values = _probe(model, config, positions)
     missing = [layer for layer in range(config.num_hidden_layers) if layer not in keys]
@@ -128,6 +124,18 @@ def rotaries(model: PreTrainedModel) -> list[Rotary | None]:
     if not any(found):
         raise _error(name, "no key changes with `position_ids`, so how it rotates them cannot be checked")
     return found
+
+
+def check_movable(model: PreTrainedModel) -> list[Tensor]:
+    """The model's `frequencies`. Raises RotaryError where keys cannot be moved, as far as shows without running it.
+
+    Only buffers are read; parameters may be on the meta device.
+    """
+    tables = frequencies(model)
+    reason = _refusal(model, model.config.get_text_config(decoder=True), tables)
+    if reason:
+        raise _error(type(model).__name__, reason)
+    return tables
 
 
 def _error(name: str, reason: str) -> RotaryError:

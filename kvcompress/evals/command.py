@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -124,21 +125,30 @@ def _evaluate(
     from kvcompress.evals.loading import load_tasks
     from kvcompress.evals.model import CompressedLM
     from kvcompress.evals.results import ResultsFolder
-    from kvcompress.models import load_model, load_tokenizer
+    from kvcompress.measure.fits import loaded_misfits, misfits
+    from kvcompress.models import load_config, load_model, load_tokenizer
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     names = list(dict.fromkeys(split_list(tasks)))
     if not names:
         raise ValueError("--tasks is empty; write it like needle_2k,kv_retrieval,piqa")
     chosen = Settings(**settings)
-    tokenizer = load_tokenizer(model, trust_remote_code=loading["trust_remote_code"])
+    remote = loading["trust_remote_code"]
+    tokenizer = load_tokenizer(model, trust_remote_code=remote)
     if chosen.apply_chat_template and not tokenizer.chat_template:
         raise ValueError(
             f"--apply_chat_template: the tokenizer of {model!r} has no chat template; leave the option out"
         )
+    rows = 1 if batch_size == "auto" else int(batch_size)
+    if chosen.limit is not None and chosen.limit >= 1:
+        rows = min(rows, int(chosen.limit))
+    # The prompts are not known yet: taken are the shortest of which a method could evict.
+    config = load_config(model, remote)
+    _refuse(lambda: misfits(config, methods, loading["dtype"], [2] * rows, remote))
     found = load_tasks(names, tokenizer, {"apply_chat_template": chosen.apply_chat_template, **chosen.metadata})
     with ResultsFolder(folder).opened() as results_folder:
         loaded = load_model(model, **loading)
+        _refuse(lambda: loaded_misfits(loaded, methods))
         models = [
             CompressedLM(
                 loaded, method, prefill_chunk=settings["prefill_chunk"], tokenizer=tokenizer, batch_size=batch_size
@@ -164,6 +174,19 @@ def _evaluate(
         for note in results_folder.refused:
             console.print(note, highlight=False, markup=False)
         return results
+
+
+def _refuse(found: Callable[[], list[str]]) -> None:
+    """Raises MethodError for methods that do not fit the model, WrapError for a model that none fits."""
+    from kvcompress.errors import WrapError
+    from kvcompress.text_form import MethodError
+
+    try:
+        reasons = found()
+    except WrapError as error:
+        raise WrapError(f"--model: {error}") from error
+    if reasons:
+        raise MethodError("\n".join(f"--methods: {reason}" for reason in reasons))
 
 
 def _report(results: list[EvalResult], folder: Path, title: str) -> None:

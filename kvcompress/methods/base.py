@@ -102,6 +102,9 @@ class Method:
     def check(self) -> None:
         """Raises ValueError or TypeError for options that mean nothing; called when a method is made."""
 
+    def check_layer(self, layer: LayerShape) -> None:
+        """Raises ValueError if a layer of this shape cannot be stored; called before a model is loaded, where known."""
+
     @property
     def evicting(self) -> Evicting | None:
         """The part that evicts tokens, if any."""

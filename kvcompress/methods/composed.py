@@ -38,6 +38,10 @@ class Composed(Method):
                 f'use positions="original", or streaming_llm, whose sinks stay unpacked'
             )
 
+    def check_layer(self, layer: LayerShape) -> None:
+        self.first.check_layer(layer)
+        self.second.check_layer(layer)
+
     @property
     def evicting(self) -> Evicting | None:
         return self.first

@@ -40,6 +40,13 @@ class KIVI(Method):
                 f"give {max(1, self.residual // self.group_size) * self.group_size}"
             )
 
+    def check_layer(self, layer: LayerShape) -> None:
+        if layer.value_dim % min(self.group_size, layer.value_dim):
+            raise ValueError(
+                f"kivi's group_size {self.group_size} does not divide the model's head dim {layer.value_dim}; "
+                f"choose a divisor of {layer.value_dim}"
+            )
+
     @property
     def packing(self) -> "KIVI | None":
         return self

@@ -97,7 +97,7 @@ class MethodSize:
 
     def __init__(self, size: KVSize, method: str) -> None:
         self.size, self.method = size, parse(method)
-        self.shapes = None if isinstance(self.method, Exact) else _plain_shapes(size, self.method)
+        self.shapes = None if isinstance(self.method, Exact) else plain_shapes(size, self.method)
 
     def kept_at(self, context: int, batch: int = 1) -> int:
         """Tokens kept of `context`, in each of `batch` sequences."""
@@ -161,7 +161,8 @@ class MethodSize:
         return largest_fitting(fits)
 
 
-def _plain_shapes(size: KVSize, method: Method) -> Counter[LayerShape]:
+def plain_shapes(size: KVSize, method: Method) -> Counter[LayerShape]:
+    """How many layers there are of each shape. Raises ValueError where `method` cannot store one of them."""
     shapes: Counter[LayerShape] = Counter()
     for index, layer in enumerate(size.layers):
         if layer.kind not in ("full", "sliding", "chunked") or layer.attention == "MLA" or layer.indexer_dim:
@@ -169,7 +170,10 @@ def _plain_shapes(size: KVSize, method: Method) -> Counter[LayerShape]:
             raise ValueError(
                 f"{method} cannot run on layer {index} of {size.model_type} ({kind}): only 'exact' has a size"
             )
-        shapes[LayerShape(layer.heads, layer.key_dim, layer.value_dim, size.itemsize, layer.window)] += 1
+        shape = LayerShape(layer.heads, layer.key_dim, layer.value_dim, size.itemsize, layer.window)
+        if shape.window is None:
+            method.check_layer(shape)
+        shapes[shape] += 1
     return shapes
 
 

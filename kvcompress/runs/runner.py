@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from kvcompress.errors import WrapError
 from kvcompress.fingerprint import weights_fingerprint
+from kvcompress.measure.fits import loaded_misfits, misfits
 from kvcompress.measure.quality import Details, evaluate_sample, fed
 from kvcompress.measure.record import Record, digest
 from kvcompress.measure.trained import warn_past_trained
@@ -63,11 +65,30 @@ def load_ids(config: Experiment) -> Text:
     return Text(tokenizer, ids, hashlib.sha256(ids.numpy().tobytes()).hexdigest(), known)
 
 
+def check_methods(config: Experiment, text: Text, prompts: list[int]) -> None:
+    """Raises ConfigError where the model's configuration says that it, or a method on it, cannot run.
+
+    `prompts` are the tokens of each row of a batch.
+    """
+    _refuse(lambda: misfits(text.config, config.grid(), config.dtype, prompts, config.trust_remote_code))
+
+
 def load(config: Experiment, text: Text) -> Loaded:
-    """The model, beside its text."""
+    """The model, beside its text. Raises ConfigError if it, or a method on it, cannot run, before anything is fed."""
     torch.manual_seed(config.seed)
     model = load_model(config.model, config.dtype, config.device, trust_remote_code=config.trust_remote_code)
-    return Loaded(model, text, weights_fingerprint(model))
+    loaded = Loaded(model, text, weights_fingerprint(model))
+    _refuse(lambda: loaded_misfits(model, config.grid()))
+    return loaded
+
+
+def _refuse(found: Callable[[], list[str]]) -> None:
+    try:
+        reasons = found()
+    except WrapError as error:
+        raise ConfigError(f"model: {error}") from error
+    if reasons:
+        raise ConfigError("\n".join(f"methods: {reason}" for reason in reasons))
 
 
 Progress = Callable[[str, int, int], None]
@@ -80,14 +101,16 @@ def run(config: RunConfig, folder: Path, progress: Progress = lambda text, done,
     `folder/details/` gets the KL of every scored token, and of the first sample the kept positions.
 
     A failed method becomes a record with status "failed" and the run goes on; the next run tries it again. Before the
-    model is loaded: TextNotFound, ModelNotFound, ConfigError for a text that is too short for all samples and for a
-    folder with results of another config, RecordsError where the folder cannot be written; a warning for samples longer
-    than the model was trained for.
+    model is loaded: TextNotFound, ModelNotFound, ConfigError for a text that is too short for all samples, for a
+    method that does not fit the model and for a folder with results of another config, RecordsError where the folder
+    cannot be written; a warning for samples longer than the model was trained for. ConfigError before anything is
+    prefilled for a method whose misfit only the loaded model shows.
     """
     methods = config.grid()
     total = len(methods) * config.samples
     text = load_ids(config)
     samples = [sample_ids(text.ids, config, sample) for sample in range(config.samples)]
+    check_methods(config, text, [config.prefix])
     question = None
     if config.question is not None:
         question = text.tokenizer(config.question, add_special_tokens=False, return_tensors="pt").input_ids[0]

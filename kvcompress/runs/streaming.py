@@ -21,7 +21,7 @@ from kvcompress.prompt import stays_in_range
 from kvcompress.runs.config import ConfigError, Recompute, StreamingConfig
 from kvcompress.runs.folder import check_folder, write_config
 from kvcompress.runs.records import LineFile
-from kvcompress.runs.runner import Loaded, Progress, load, load_ids
+from kvcompress.runs.runner import Loaded, Progress, check_methods, load, load_ids
 from kvcompress.saving import load_cache
 from kvcompress.wrapping import wrap
 
@@ -47,6 +47,7 @@ def run_streaming(
     """
     text = load_ids(config)
     ids = segment_ids(text.ids, config)
+    check_methods(config, text, [config.prefix] * config.segments)
     with StreamFile(folder).opened() as file:
         check_folder(config, folder)
         if not all(stays_in_range(method) for method in config.grid()):

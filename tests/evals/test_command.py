@@ -1,6 +1,7 @@
 import copy
 import inspect
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -27,12 +28,13 @@ from kvcompress.evals.table import cell, difference_rows, score_rows
 from kvcompress.kernels.choose import library
 from kvcompress.measure.statistics import PairedDifference, paired_difference
 from kvcompress.runs.records import RecordsError
+from tests.breaking import BREAKING, breaking
 from tests.evals import lm
 from tests.evals.tiny import chatting, trained
 
+__all__ = ["breaking"]  # a fixture
 SNAPKV = "snapkv(budget=0.25, window=4)"
-# The tiny model has 16 channels a head, which groups of 5 do not divide.
-FAILS = "kivi(bits=2, group_size=5, residual=5)"
+FAILS = BREAKING
 
 Run = Callable[..., tuple[int, str]]
 
@@ -75,14 +77,14 @@ def read_results(folder: Path) -> dict[tuple[str, str], EvalResult]:
 
 
 def test_a_whole_evaluation(
-    run: Run, data: None, haystack_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, data: None, breaking: str, haystack_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     metadata = json.dumps({"length": 250, "haystack": haystack_file})
     arguments = ["--tasks", "piqa,passkey_agnostic", "--methods", f"exact,{SNAPKV},{FAILS}", "--limit", "8"]
     arguments += ["--num_fewshot", "1", "--metadata", metadata, "--batch_size", "3"]
     code, printed = run(*arguments)
     assert code == 1  # one method failed
-    assert f"failed: piqa_local, {FAILS}: ValueError: kivi's group_size 5" in printed.replace("\n", "")
+    assert f"failed: piqa_local, {FAILS}: ValueError: this method breaks" in printed.replace("\n", "")
     out = tmp_path / "out"
     results = read_results(out)
     assert set(results) == {
@@ -121,7 +123,7 @@ def test_a_whole_evaluation(
     found = differences["piqa_local", SNAPKV]
     assert (found["mean"], found["low"], found["high"], found["n"]) == (paired.mean, paired.low, paired.high, 8)
     assert (found["wins"], found["ties"], found["losses"]) == (paired.wins, paired.ties, paired.losses)
-    assert "kivi(bits=2, group_size=5, residual=5) failed" in differences["piqa_local", FAILS]["refused"]
+    assert f"{FAILS} failed" in differences["piqa_local", FAILS]["refused"]
     summary = (out / "summary.md").read_text()
     assert f"{snapkv.score:.3f} ± {snapkv.stderr:.3f}<br>" in summary
     smaller = f"{snapkv.memory_ratio:.2f}x smaller ({snapkv.memory_ratio_16bit:.2f}x at 16 bit)"
@@ -231,7 +233,7 @@ def test_two_runs_into_one_folder_are_refused(run: Run, data: None, tmp_path: Pa
         pass
 
 
-def test_nothing_but_failures_exits_with_1(run: Run, data: None) -> None:
+def test_nothing_but_failures_exits_with_1(run: Run, data: None, breaking: str) -> None:
     code, _ = run("--tasks", "piqa", "--methods", FAILS, "--limit", "1")
     assert code == 1
 
@@ -253,6 +255,10 @@ def test_nothing_but_failures_exits_with_1(run: Run, data: None) -> None:
         (["--apply_chat_template"], "has no chat template; leave the option out"),
         (["--fewshot_as_multiturn"], "turns need a chat template; add apply_chat_template"),
         (["--dtype", "float23"], "did you mean 'float32'"),
+        (["--methods", "exact,kivi(group_size=5, residual=5)"], "--methods: kivi(bits=2, group_size=5, residual=5): "),
+        (["--methods", "kivi(group_size=5, residual=5)"], "group_size 5 does not divide the model's head dim 16"),
+        (["--methods", "streaming_llm(budget='1KiB')"], "1,024 bytes does not hold one token in each of 4 rows"),
+        (["--methods", "streaming_llm(budget='500B')", "--limit", "1"], "500 bytes does not hold one token ("),
         (["--methods", "snapkv(budget=4, window=2, positions='slots')"], 'positions must be "original" or "cache"'),
     ],
 )
@@ -266,6 +272,23 @@ def test_mistakes_exit_with_2_and_one_message(
     assert code == 2
     assert message in " ".join(printed.split())
     assert "Traceback" not in printed
+
+
+def test_what_does_not_fit_is_told_before_the_model_is_loaded(
+    run: Run, data: None, model_folder: str, tmp_path: Path
+) -> None:
+    """This folder has no weights: whatever needs them would fail first."""
+    model = tmp_path / "model"
+    shutil.copytree(model_folder, model, ignore=shutil.ignore_patterns("*.safetensors"))
+    settings = json.loads((model / "config.json").read_text())
+    settings["rope_parameters"] = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    (model / "config.json").write_text(json.dumps(settings))
+    methods = "exact,snapkv(budget=8, window=4, positions='cache'),kivi(group_size=5, residual=5)"
+    code, printed = run("--tasks", "piqa", "--methods", methods, model=str(model))
+    assert code == 2 and not (tmp_path / "out").exists()
+    told = " ".join(printed.split())
+    assert "--methods: snapkv(positions='cache', budget=8, window=4): keys of LlamaForCausalLM cannot be moved" in told
+    assert "--methods: kivi(bits=2, group_size=5, residual=5): kivi's group_size 5 does not divide" in told
 
 
 def test_a_missing_model_is_named(run: Run, data: None) -> None:

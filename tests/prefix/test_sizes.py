@@ -373,3 +373,10 @@ def test_code_that_comes_with_a_model_has_a_size() -> None:
         kv_size(OwnConfig())
     options: dict[str, Any] = {"auto_map": {"AutoModelForCausalLM": "own.OwnForCausalLM"}}
     assert kv_size(OwnConfig(**options)).values_per_token == 256
+
+
+def test_a_method_that_does_not_fit_has_no_size() -> None:
+    config = tiny_llama().config
+    for method in ("kivi(group_size=12, residual=24)", "snapkv(budget=64) | kivi(group_size=12, residual=24)"):
+        with pytest.raises(ValueError, match="group_size 12 does not divide the model's head dim 16"):
+            MethodSize(kv_size(config), method)

@@ -1,6 +1,8 @@
 """Runs that are killed, stopped, refused by the disk or started twice lose no finished record."""
 
+import copy
 import io
+import json
 import os
 import shutil
 import signal
@@ -12,8 +14,10 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from transformers import FalconConfig
 from typer.testing import CliRunner
 
+import kvcompress as kvc
 from kvcompress.cli import app
 from kvcompress.kernels.choose import library
 from kvcompress.measure.record import Record
@@ -24,8 +28,10 @@ from kvcompress.runs.runner import run
 from kvcompress.runs.streaming import run_streaming
 from kvcompress.runs.summary import Row, markdown, rich_table, summarise
 from kvcompress.texts import TextNotFound
-from tests.tiny import save_tiny
+from tests.breaking import breaking
+from tests.tiny import save_tiny, tiny_llama
 
+__all__ = ["breaking"]  # a fixture
 METHODS = ["exact", "snapkv(budget=[16, 24], window=8)", "kivi(group_size=8, residual=16)"]
 
 
@@ -206,16 +212,72 @@ def test_a_stream_longer_than_the_model_was_trained_for_warns_if_a_method_leaves
         assert len([each for each in recwarn.list if "513 tokens (of one segment)" in str(each.message)]) == warnings
 
 
-def test_a_failed_method_is_an_exit_code(tiny: Path, tmp_path: Path) -> None:
+MISFITS = {
+    "kivi(group_size=12, residual=24)": "kivi's group_size 12 does not divide the model's head dim 16; choose",
+    "snapkv(budget=16, window=8) | kivi(group_size=12, residual=24)": "kivi's group_size 12 does not divide",
+    "snapkv(budget=16, window=8, positions='cache')": "cannot be moved to other positions: the frequencies of",
+    # Two layers of two heads of 16 keys and 16 values in fp32, and the positions of a layer, for each token.
+    "streaming_llm(budget='519B', positions='original')": "does not hold one token (520 bytes); give more",
+}
+
+
+@pytest.mark.parametrize("protocol", ["prefix: 40", "protocol: streaming\ntokens: 60"])
+def test_methods_that_do_not_fit_are_told_before_the_model_is_loaded(tiny: Path, tmp_path: Path, protocol: str) -> None:
+    """All of them at once, by the config's file and key; this folder holds no weights, which would be missed next."""
+    model, settings = tmp_path / "model", tmp_path / "misfits.yaml"
+    shutil.copytree(tiny, model, ignore=shutil.ignore_patterns("*.safetensors"))
+    content = json.loads((model / "config.json").read_text())
+    content["rope_parameters"] = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    (model / "config.json").write_text(json.dumps(content))
+    methods = [*MISFITS, "exact", "streaming_llm(budget='520B', positions='original')"]
+    settings.write_text(f"model: {model}\ndevice: cpu\n{protocol}\nmethods: {json.dumps(methods)}\n")
+    done = command_line("run", str(settings), "--out", str(tmp_path / "out"))
+    assert done.returncode == 2
+    lines = done.stderr.removeprefix("kvcompress: ").splitlines()
+    assert len(lines) == len(MISFITS) and not (tmp_path / "out").exists()
+    for line, (method, reason) in zip(lines, MISFITS.items(), strict=True):
+        assert line.startswith(f"{settings}: methods: {kvc.parse(method)}: ") and reason in line
+
+
+def test_a_model_that_no_method_can_run_on_is_told_before_it_is_loaded(tiny: Path, tmp_path: Path) -> None:
+    model, settings = tmp_path / "model", tmp_path / "falcon.yaml"
+    shutil.copytree(tiny, model, ignore=shutil.ignore_patterns("*.safetensors"))
+    FalconConfig(num_hidden_layers=1, hidden_size=64, num_attention_heads=4).save_pretrained(model)
+    settings.write_text(f"model: {model}\ndevice: cpu\nmethods: [exact]\n")
+    done = command_line("run", str(settings), "--out", str(tmp_path / "out"))
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"kvcompress: {settings}: model: FalconForCausalLM (falcon) never calls")
+
+
+def test_what_only_the_loaded_model_shows_is_told_before_anything_is_fed(tiny: Path, tmp_path: Path) -> None:
+    """Keys that are all zero say nothing of the model's rotary; no configuration tells of them."""
+    model = tiny_llama()
+    zero = copy.deepcopy(model)
+    for layer in zero.model.layers:
+        layer.self_attn.k_proj.weight.data.zero_()
+    folder = tmp_path / "model"
+    shutil.copytree(tiny, folder)
+    zero.save_pretrained(folder)
+    moving = "snapkv(positions='cache', budget=16, window=8)"
+    with pytest.raises(ConfigError, match=r"methods: .*the keys of layer 0 are all zero") as told:
+        run(config(folder, methods=["exact", moving]), tmp_path / "out")
+    assert str(told.value).startswith(f"methods: {moving}: ")
+    assert not RecordFile(tmp_path / "out").read()
+
+
+def command_line(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run([sys.executable, "-m", "kvcompress.cli", *arguments], capture_output=True, text=True)
+
+
+def test_a_failed_method_is_an_exit_code(tiny: Path, tmp_path: Path, breaking: str) -> None:
     for protocol, size in (("prefix", "prefix: 40\nscored: 6"), ("streaming", "tokens: 40")):
         settings = tmp_path / f"{protocol}.yaml"
         settings.write_text(
-            f"protocol: {protocol}\nmodel: {tiny}\ndevice: cpu\n{size}\n"
-            "methods: ['kivi(group_size=12, residual=24)', exact]\n"
+            f"protocol: {protocol}\nmodel: {tiny}\ndevice: cpu\n{size}\nmethods: ['{breaking}', exact]\n"
         )
         done = CliRunner().invoke(app, ["run", str(settings), "--out", str(tmp_path / protocol)])
         assert done.exit_code == 1, done.output
-        assert "12 does not divide" in done.output
+        assert "this method breaks" in done.output
         assert "exact" in (tmp_path / protocol / "summary.md").read_text()
 
 
@@ -242,8 +304,8 @@ def test_without_numba_one_warning_and_every_record_says_so(tiny: Path, tmp_path
     assert [(record.kernels, record.status) for record in records] == [("torch", "ok")] * 6
 
 
-def test_a_failed_method_is_a_record_and_is_tried_again(tiny: Path, tmp_path: Path) -> None:
-    bad = config(tiny, methods=["kivi(group_size=12, residual=24)", "exact"], samples=1)
+def test_a_failed_method_is_a_record_and_is_tried_again(tiny: Path, tmp_path: Path, breaking: str) -> None:
+    bad = config(tiny, methods=[breaking, "exact"], samples=1)
     assert [record.status for record in run(bad, tmp_path)] == ["failed", "ok"]
     run(bad, tmp_path)
     lines = [Record.from_json(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
