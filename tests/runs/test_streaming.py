@@ -13,8 +13,10 @@ from kvcompress.measure.streaming import StreamRecord
 from kvcompress.runs.config import ConfigError, StreamingConfig, read_config
 from kvcompress.runs.streaming import StreamFile, run_streaming
 from kvcompress.runs.streaming_summary import rich_table, summarise
+from tests.breaking import breaking
 from tests.tiny import save_tiny
 
+__all__ = ["breaking"]  # a fixture
 METHODS = ["streaming_llm(sinks=[0, 2], window=12)", "exact"]
 
 
@@ -106,8 +108,8 @@ def test_times_have_a_spread_and_the_table_fits_80_columns(whole: list[StreamRec
         assert low <= record.ms_per_call <= high
 
 
-def test_a_failed_method_is_tried_again(tiny: Path, tmp_path: Path) -> None:
-    bad = config(tiny, methods=["kivi(group_size=12, residual=24)", "exact"], recompute=None, tokens=40)
+def test_a_failed_method_is_tried_again(tiny: Path, tmp_path: Path, breaking: str) -> None:
+    bad = config(tiny, methods=[breaking, "exact"], recompute=None, tokens=40)
     records = run_streaming(bad, tmp_path)
     assert [record.status for record in records] == ["failed", "ok", "ok"]
     run_streaming(bad, tmp_path)
