@@ -22,7 +22,7 @@ from kvcompress.runs.details import read_details
 from kvcompress.runs.report.figures import quality_figure
 from kvcompress.runs.report.quality import Comparison, Point, divergences, family, perplexities, task_scores
 from kvcompress.runs.report.reading import ReportError, read_results
-from kvcompress.runs.report.sections import sections
+from kvcompress.runs.report.sections import ranking, sections
 from kvcompress.runs.report.sinks import send
 from kvcompress.runs.report.writing import commands, write_report
 from kvcompress.runs.runner import run
@@ -147,7 +147,7 @@ def test_the_front_is_what_none_beats_in_both() -> None:
     for method, nll, size in (("exact", 1.0, 400), ("a", 1.2, 200), ("b", 1.4, 300), ("c", 1.5, 100)):
         made += [record(method, sample, nll + 0.01 * sample, size) for sample in range(8)]
     comparison = perplexities(made)
-    assert comparison.refusal == ""
+    assert not comparison.left_out
     assert [point.method for point in comparison.points if point.on_front] == ["exact", "a", "c"]
     point = comparison.points[1]
     assert point.value == pytest.approx(math.exp(1.235))  # exp of the mean NLL, the mean of 0.00 to 0.07 being 0.035
@@ -167,8 +167,24 @@ def test_rounding_is_neither_better_nor_worse() -> None:
 
 def test_too_few_samples_are_not_ranked() -> None:
     comparison = divergences([record("a", sample, 1.0) for sample in range(7)])
-    assert comparison.refusal == "n=7 is too few to rank, needs at least 8"
+    assert comparison.left_out == {"a": "n=7 is too few to rank, needs at least 8"}
+    assert ranking(comparison) == "KL (nats): not ranked (n=7 is too few to rank, needs at least 8)."
     assert not any(point.on_front or point.low is not None for point in comparison.points)
+
+
+def test_a_method_with_too_few_samples_leaves_the_others_ranked() -> None:
+    """The one with 7 samples would beat all others, and stands beside them."""
+    made = [record(method, sample, 1.0, kl=kl) for method, kl in (("a", 0.5), ("b", 0.6)) for sample in range(8)]
+    made += [record("few", sample, 1.0, kl=0.1) for sample in range(7)]
+    comparison = divergences(made)
+    assert [(point.method, point.on_front) for point in comparison.points] == [
+        ("a", True),
+        ("b", False),
+        ("few", False),
+    ]
+    assert ranking(comparison) == (
+        "KL (nats): on the Pareto front are `a`. Not ranked: `few` (n=7 is too few to rank, needs at least 8)."
+    )
 
 
 def test_a_task_is_ranked_by_paired_differences() -> None:
@@ -177,9 +193,8 @@ def test_a_task_is_ranked_by_paired_differences() -> None:
     point = comparison.points[1]
     assert (point.value, point.on_front) == (0.75, True)
     assert point.low is not None and point.high is not None and point.low < 0.75 <= point.high <= 1.0
-    assert task_scores([task_result("exact", [1.0] * 3), task_result("a", [1.0] * 3)]).refusal.startswith(
-        "n=3 is too few"
-    )
+    few = task_scores([task_result("exact", [1.0] * 3), task_result("a", [1.0] * 3)])
+    assert not few.ranked and few.left_out["a"].startswith("n=3 is too few")
 
 
 def test_the_heat_map_says_where_the_answer_stood(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean
 
 from kvcompress.evals.comparison import compare_to_exact
@@ -29,13 +29,18 @@ class Point:
 
 @dataclass
 class Comparison:
-    """All methods under one measure. `refusal` says why none is ranked, and is empty where they are."""
+    """All methods under one measure. `left_out` says of each method that has too few samples to be ranked why."""
 
     measure: str
     higher_is_better: bool
     points: list[Point]
     exact: float | None
-    refusal: str = ""
+    left_out: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def ranked(self) -> list[Point]:
+        """The points of methods that have samples enough."""
+        return [point for point in self.points if point.method not in self.left_out]
 
 
 def family(method: str) -> str:
@@ -99,18 +104,19 @@ def _rounded(nats: float | None) -> float:
 
 
 def ranked(comparison: Comparison) -> Comparison:
-    """Marks the methods on the Pareto front, or says why there is no ranking."""
-    refusals = {str(point.difference) for point in comparison.points if isinstance(point.difference, TooFewSamples)}
-    if refusals:
-        comparison.refusal = "; ".join(sorted(refusals))
-        return comparison
+    """Marks the methods on the Pareto front of those that have samples enough, and says why others are left out."""
+    comparison.left_out = {
+        point.method: str(point.difference)
+        for point in comparison.points
+        if isinstance(point.difference, TooFewSamples)
+    }
     sign = -1.0 if comparison.higher_is_better else 1.0
-    for point in comparison.points:
+    for point in comparison.ranked:
         point.on_front = not any(
             other.kv_bytes <= point.kv_bytes
             and sign * other.value <= sign * point.value
             and (other.kv_bytes, other.value) != (point.kv_bytes, point.value)
-            for other in comparison.points
+            for other in comparison.ranked
         )
     return comparison
 

@@ -52,11 +52,11 @@ def sections(results: Results) -> list[Section]:
 
 
 def ranking(comparison: Comparison) -> str:
-    """Which methods none beats in both, or why nothing is ranked."""
+    """Which methods none beats in both, and which are not ranked and why."""
     if not comparison.points:
         return ""
-    if comparison.refusal:
-        return f"{comparison.measure}: not ranked ({comparison.refusal})."
+    if not comparison.ranked:
+        return f"{comparison.measure}: not ranked ({'; '.join(sorted(set(comparison.left_out.values())))})."
     front = sorted((point for point in comparison.points if point.on_front), key=lambda point: point.kv_bytes)
     unsure = [
         point.method
@@ -68,6 +68,8 @@ def ranking(comparison: Comparison) -> str:
     text = f"{comparison.measure}: on the Pareto front are " + ", ".join(f"`{point.method}`" for point in front) + "."
     if unsure:
         text += " Not told apart from exact: " + ", ".join(f"`{method}`" for method in unsure) + "."
+    if comparison.left_out:
+        text += " Not ranked: " + ", ".join(f"`{method}` ({why})" for method, why in comparison.left_out.items()) + "."
     return text
 
 
