@@ -52,9 +52,15 @@ def plot_lines(
     *,
     log_x: bool = False,
     log_y: bool = False,
+    spreads: Mapping[str, Sequence[tuple[float, float]]] | None = None,
 ) -> None:
-    """Each of `lines`, by name its x and y values, in a style of its own."""
+    """Each of `lines`, by name its x and y values, in a style of its own.
+
+    At each x of a line in `spreads` an upright line goes from its lower to its upper end.
+    """
     for index, (name, (x, y)) in enumerate(lines.items()):
+        if spreads is not None and name in spreads:
+            axes.vlines(x, *zip(*spreads[name], strict=True), color=COLOURS[index % len(COLOURS)], linewidth=1)
         every = max(1, len(x) // 8)  # markers on every point of a long line would hide it
         axes.plot(x, y, label=name, markersize=5, linewidth=1.2, markevery=(index % every, every), **style(index))
     axes.set_xlabel(x_label, fontsize=9)

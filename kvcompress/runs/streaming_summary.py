@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
@@ -122,24 +122,43 @@ def markdown(rows: Sequence[Row], title: str) -> str:
     return f"## {title}\n\n{markdown_table(COLUMNS, [row.cells() for row in rows])}\n{NOTE}\n"
 
 
+MEASURES = {
+    "ppl": ("perplexity of a bucket", 1.0),
+    "kv_bytes": ("stored KV (MB)", 1e-6),
+    "ms_per_call": ("ms per call", 1.0),
+}
+"""What is drawn along the text: its label, and by what it is multiplied."""
+
+
+def curve(lines: Sequence[StreamRecord], measure: str, scale: float) -> tuple[list[float], list[float]]:
+    """The tokens fed when each bucket ends, and a measure of it."""
+    return [line.end for line in lines], [(getattr(line, measure) or math.nan) * scale for line in lines]
+
+
+def spreads(groups: Mapping[str, Sequence[StreamRecord]]) -> dict[str, list[tuple[float, float]]]:
+    """Lower and upper quartile of the time of a call in each bucket; methods of older records have none."""
+    found = {}
+    for method, lines in groups.items():
+        if any(line.ms_per_call_quartiles for line in lines):
+            ends = [line.ms_per_call_quartiles or (math.nan, math.nan) for line in lines]
+            found[method] = [(low, high) for low, high in ends]
+    return found
+
+
 def figure(records: Sequence[StreamRecord], title: str) -> bytes:
-    """Perplexity, stored bytes and time against tokens fed, one below the other, as PNG."""
+    """Perplexity, stored bytes and time (median and quartiles) against tokens fed, one below the other, as PNG."""
     groups = by_method(records)
     picture, axes = drawing(rows=3, height=9.0)
-    for panel, (label, name, scale) in zip(
-        axes,
-        (
-            ("perplexity of a bucket", "ppl", 1.0),
-            ("stored KV (MB)", "kv_bytes", 1e-6),
-            ("ms per call", "ms_per_call", 1),
-        ),
-        strict=True,
-    ):
-        lines = {
-            method: ([each.end for each in group], [(getattr(each, name) or math.nan) * scale for each in group])
-            for method, group in groups.items()
-        }
-        plot_lines(panel, lines, "tokens fed", label, log_y=True)
+    for panel, (measure, (label, scale)) in zip(axes, MEASURES.items(), strict=True):
+        timed = measure == "ms_per_call"
+        plot_lines(
+            panel,
+            {method: curve(group, measure, scale) for method, group in groups.items()},
+            "tokens fed",
+            f"{label}, median and quartiles" if timed else label,
+            log_y=True,
+            spreads=spreads(groups) if timed else None,
+        )
     axes[0].set_title(title, fontsize=9, wrap=True)
     axes[-1].legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=1, fontsize="small")
     return to_png(picture)

@@ -1,5 +1,6 @@
 """A report says what the folders hold, leaves out what cannot be trusted, and needs nothing but itself."""
 
+import dataclasses
 import json
 import math
 import re
@@ -19,6 +20,7 @@ from kvcompress.measure.statistics import PairedDifference
 from kvcompress.measure.streaming import StreamRecord
 from kvcompress.runs.config import RunConfig
 from kvcompress.runs.details import read_details
+from kvcompress.runs.figures import drawing, plot_lines
 from kvcompress.runs.report.figures import quality_figure
 from kvcompress.runs.report.quality import Comparison, Point, divergences, family, perplexities, task_scores
 from kvcompress.runs.report.reading import ReportError, read_results
@@ -26,6 +28,7 @@ from kvcompress.runs.report.sections import ranking, sections
 from kvcompress.runs.report.sinks import send
 from kvcompress.runs.report.writing import commands, write_report
 from kvcompress.runs.runner import run
+from kvcompress.runs.streaming_summary import by_method, curve, figure, spreads
 from tests.tiny import save_tiny
 
 METHODS = [
@@ -343,6 +346,28 @@ def test_a_stopped_stream_says_so(tmp_path: Path) -> None:
         "2.0 (1.5–3.5)",
     ]
     assert part.tables[0].rows[0][-1].value == 2.0
+    perplexity, _, times = part.figures
+    assert "exact 2 (1.5–3) and 2 (1.5–4)" in times.alt and "upright lines are quartiles" in times.caption
+    assert "(" not in perplexity.alt.partition("(largest")[0] and "quartiles" not in perplexity.caption
+
+
+def test_upright_lines_are_the_quartiles() -> None:
+    """What is drawn in report and summary; a method whose older records have none gets none."""
+    head = ("m", "float32", "cpu", "data")
+    made = [StreamRecord(method, *head, method, i, i, i + 1, 1, 1) for method in ("a", "old") for i in range(2)]
+    for line in made:
+        line.nll, line.ppl, line.tokens_scored, line.kv_bytes, line.ms_per_call = 1.0, math.e, 10, 100, 2.0
+        line.ms_per_call_quartiles = [1.5, 3.0 + line.bucket] if line.method == "a" else None
+    groups = by_method(made)
+    found = spreads(groups)
+    assert found == {"a": [(1.5, 3.0), (1.5, 4.0)]}
+    _, (axes,) = drawing()
+    lines = {method: curve(group, "ms_per_call", 1.0) for method, group in groups.items()}
+    plot_lines(axes, lines, "x", "y", spreads=found)
+    (upright,) = axes.collections
+    assert [part.tolist() for part in upright.get_segments()] == [[[1, 1.5], [1, 3.0]], [[2, 1.5], [2, 4.0]]]
+    without = [dataclasses.replace(line, ms_per_call_quartiles=None) for line in made]
+    assert figure(made, "t") != figure(without, "t")
 
 
 def test_what_lies_in_two_folders_counts_once(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from kvcompress.measure.streaming import StreamRecord
 from kvcompress.runs.figures import COLOURS, DASHES, MARKERS, drawing, plain_log_axis, plot_lines, to_png
 from kvcompress.runs.report.content import Figure
 from kvcompress.runs.report.quality import Comparison, family
-from kvcompress.runs.streaming_summary import by_method
+from kvcompress.runs.streaming_summary import MEASURES, by_method, curve, spreads
 
 WIDEST_MAP = 400
 """Columns of a kept-token map; a longer prompt is shown in blocks."""
@@ -164,10 +164,8 @@ def time_figure(name: str, times: Mapping[str, Mapping[int, tuple[float, float, 
     if len(lengths) > 1:
         picture, (axes,) = drawing(height=4.2)
         curves = {method: (list(each), [middle for _, middle, _ in each.values()]) for method, each in times.items()}
-        plot_lines(axes, curves, "tokens in the prefix", label, log_x=True)
-        for index, each in enumerate(times.values()):
-            ends = [(low, high) for low, _, high in each.values()]
-            axes.vlines(list(each), *zip(*ends, strict=True), color=COLOURS[index % len(COLOURS)], linewidth=1)
+        ends = {method: [(low, high) for low, _, high in each.values()] for method, each in times.items()}
+        plot_lines(axes, curves, "tokens in the prefix", label, log_x=True, spreads=ends)
         axes.set_xticks(lengths, [str(length) for length in lengths])
         axes.minorticks_off()
         axes.axhline(1, color="black", linestyle=":", linewidth=1)
@@ -197,22 +195,29 @@ def time_figure(name: str, times: Mapping[str, Mapping[int, tuple[float, float, 
 
 def streaming_figure(name: str, measure: str, records: Sequence[StreamRecord]) -> Figure:
     """`ppl`, `kv_bytes` or `ms_per_call` of each bucket against the tokens fed so far."""
-    label, scale = {
-        "ppl": ("perplexity of a bucket", 1.0),
-        "kv_bytes": ("stored KV (MB)", 1e-6),
-        "ms_per_call": ("ms per call", 1.0),
-    }[measure]
-    lines = {
-        method: ([line.end for line in group], [(getattr(line, measure) or math.nan) * scale for line in group])
-        for method, group in by_method(records).items()
-    }
+    label, scale = MEASURES[measure]
+    groups = by_method(records)
+    lines = {method: curve(group, measure, scale) for method, group in groups.items()}
+    quartiles = spreads(groups) if measure == "ms_per_call" else {}
     picture, (axes,) = drawing(height=3.1 + 0.17 * len(lines))
-    plot_lines(axes, lines, "tokens fed", label, log_y=True)
+    plot_lines(axes, lines, "tokens fed", label, log_y=True, spreads=quartiles)
     picture.legend(loc="outside lower center", ncols=1, fontsize=8, frameon=False)
+
+    def shown(method: str, place: int) -> str:
+        value = f"{lines[method][1][place]:.4g}"
+        if method not in quartiles:
+            return value
+        low, high = quartiles[method][place]
+        return f"{value} ({low:.4g}–{high:.4g})"
+
     alt = f"{label} along the text, first and last bucket: " + "; ".join(
-        f"{method} {y[0]:.4g} and {y[-1]:.4g} (largest {np.nanmax(y):.4g})" for method, (_, y) in lines.items()
+        f"{method} {shown(method, 0)} and {shown(method, -1)} (largest {np.nanmax(y):.4g})"
+        for method, (_, y) in lines.items()
     )
-    return Figure(name, alt, f"{label[0].upper()}{label[1:]} against the tokens fed so far.", to_png(picture))
+    caption = f"{label[0].upper()}{label[1:]} against the tokens fed so far."
+    if quartiles:
+        caption += " Medians of each bucket; upright lines are quartiles."
+    return Figure(name, alt, caption, to_png(picture))
 
 
 def _by_family(methods: Sequence[str]) -> dict[str, list[int]]:
