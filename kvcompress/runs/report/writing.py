@@ -38,7 +38,7 @@ def write_report(results: Results, out: Path) -> list[Path]:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    environment.filters |= {"code": code, "cell": markdown_cell}
+    environment.filters |= {"code": code, "breakable": breakable, "cell": markdown_cell}
     content: dict[str, Any] = {"title": title(results), "summary": summary(results), "parts": parts, "results": results}
     out.mkdir(parents=True, exist_ok=True)
     figures = out / "report"
@@ -75,6 +75,11 @@ def summary(results: Results) -> str:
 def code(text: str) -> Markup:
     """HTML in which what stands between backquotes is code."""
     return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
+
+
+def breakable(text: str) -> Markup:
+    """HTML of a method or a path that may break behind brackets, equals signs and slashes, not within words."""
+    return Markup(re.sub(r"([(=/])", r"\1<wbr>", str(escape(text))))
 
 
 def markdown_cell(text: str) -> str:
