@@ -1,5 +1,6 @@
 """README's code blocks: the first snippet run as it stands, the commands as they stand or on a tiny model."""
 
+import json
 import re
 import shlex
 import subprocess
@@ -72,3 +73,24 @@ def test_the_experiment_its_report_and_a_size_on_a_tiny_model(tmp_path: Path) ->
         done = CliRunner().invoke(app, arguments)
         assert done.exit_code == 0, done.output
     assert {path.name for path in Path(out).glob("report.*")} >= {"report.html", "report.md"}
+
+
+def test_the_table_of_the_replay_is_what_the_command_prints() -> None:
+    ((command, trace),) = [line for line in commands("kvcompress") + inline_commands() if line[0] == "replay"]
+    done = CliRunner().invoke(app, [command, str(ROOT / trace), "--json"])
+    assert done.exit_code == 0, done.output
+    found: dict[str, list[tuple[int | None, int]]] = {}
+    for each in json.loads(done.output)["policies"]:
+        found.setdefault(each["policy"], []).append((each["cap"], each["recomputed"]))
+    text = (ROOT / "README.md").read_text()
+    assert f"| recomputed of {found['none'][0][1]:,} tokens |" in text
+    for policy, counts in found.items():
+        caps = " / ".join(str(cap) for cap, _ in counts if cap is not None)
+        recomputed = " / ".join(f"{count:,}" for _, count in counts)
+        assert f"| {policy} | {caps} | {recomputed} |".replace("|  |", "| |") in text
+
+
+def inline_commands() -> list[list[str]]:
+    """Commands within README's sentences, without options."""
+    found = re.findall(r"`kvcompress (\w+ [\w./-]+)`", (ROOT / "README.md").read_text())
+    return [shlex.split(each) for each in found]
