@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from pathlib import Path
 from typing import Annotated
 
@@ -164,6 +165,7 @@ def fetch(name: Annotated[str, typer.Argument(help="A built-in model: smollm2-13
 
 def main() -> None:
     """The entry point of `kvcompress`."""
+    warnings.showwarning = lambda message, *about: _complain(f"warning: {message}")
     try:
         app()
     except (ValueError, OSError) as error:

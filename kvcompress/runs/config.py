@@ -62,6 +62,20 @@ class Experiment(BaseModel):
             expand(entry)
         return value
 
+    @field_validator("methods", mode="before")
+    @classmethod
+    def _texts_or_mappings(cls, value: Any) -> Any:
+        if not isinstance(value, list):
+            raise ValueError(f"expected a list of methods such as [exact, 'snapkv(budget=0.25)'], got {value!r}")
+        for entry in value:
+            options = [entry] if isinstance(entry, str) else [*entry.values()] if isinstance(entry, dict) else [0]
+            if not all(each is None or isinstance(each, str | dict) for each in options):
+                raise ValueError(
+                    "a method is a text such as 'snapkv(budget=0.25)' or a mapping such as {snapkv: {budget: 0.25}}, "
+                    f"got {entry!r}"
+                )
+        return value
+
     def grid(self) -> list[Method]:
         """All methods, each once, in the order in which they were written."""
         return list(dict.fromkeys(method for entry in self.methods for method in expand(entry)))
@@ -82,6 +96,13 @@ class RunConfig(Experiment):
     chunk: AtLeastOne | None = None
     share_prefill: bool = True
     prefix_cache: str | None = None
+
+    @field_validator("question")
+    @classmethod
+    def _something_asked(cls, value: str | None) -> str | None:
+        if value == "":
+            raise ValueError("the question is empty, so that nothing would be asked; leave it out or write one")
+        return value
 
     _a_size = field_validator("prefix_cache")(_a_size)
 

@@ -45,6 +45,10 @@ def test_a_method_that_occurs_twice_is_run_once() -> None:
         ("methods: [exact]\n", "the key 'model' is missing"),
         ("model: m\nmethods: [exact]\nprefix: 0\n", "prefix: Input should be greater than or equal to 1, got 0"),
         ("model: m\nmethods: [exact]\nprefix: many\n", "got 'many'"),
+        ("model: m\nmethods: exact\n", "methods: expected a list of methods such as [exact, "),
+        ("model: m\nmethods: [exact, 3]\n", "methods: a method is a text such as 'snapkv(budget=0.25)' or a mapping"),
+        ("model: m\nmethods: [{kivi: 2}]\n", "or a mapping such as {snapkv: {budget: 0.25}}, got {'kivi': 2}"),
+        ("model: m\nmethods: [exact]\nquestion: ''\n", "question: the question is empty"),
         ("- model\n", "expected keys such as model and methods, got list"),
         ("model: [", "not valid YAML"),
     ],
@@ -56,6 +60,7 @@ def test_mistakes_name_the_file_and_the_fix(tmp_path: Path, content: str, expect
         read_config(path)
     assert str(path) in str(error.value)
     assert expected in str(error.value)
+    assert len(str(error.value).splitlines()) == 1
 
 
 def test_every_config_in_the_repository_is_valid() -> None:

@@ -265,6 +265,18 @@ def test_what_only_the_loaded_model_shows_is_told_before_anything_is_fed(tiny: P
     assert not RecordFile(tmp_path / "out").read()
 
 
+def test_a_warning_is_one_line_without_source(tiny: Path, tmp_path: Path) -> None:
+    settings = tmp_path / "long.yaml"
+    settings.write_text(f"model: {tiny}\ndevice: cpu\nprefix: 520\nscored: 4\nmethods: [exact]\n")
+    done = command_line("run", str(settings), "--out", str(tmp_path / "out"))
+    assert done.returncode == 0
+    told = [line for line in done.stderr.splitlines() if "trained for" in line]
+    assert [line.partition(" are more")[0] for line in told] == [
+        "kvcompress: warning: 524 tokens (prefix 520 + scored 4)"
+    ]
+    assert "UserWarning" not in done.stderr and ".py" not in done.stderr
+
+
 def command_line(*arguments: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run([sys.executable, "-m", "kvcompress.cli", *arguments], capture_output=True, text=True)
 
