@@ -17,12 +17,11 @@ from kvcompress.kernels import choose
 from kvcompress.kernels.attention import naive, sdpa
 from kvcompress.kernels.scores.naive import column_sums
 from kvcompress.kernels.softmax import Softmax
-from kvcompress.stores.dense import DenseStore
-from kvcompress.stores.packed import PackedStore
+from kvcompress.stores.store import Store
+from kvcompress.turning import placed
 from kvcompress.visibility import LazyMask, Visibility, lazy_mask, visibility
 
 NAME = "kvcompress"
-FEW_COLUMNS = 8  # queries at one time that still count as decoding
 
 
 def attention(
@@ -54,8 +53,7 @@ def attention(
         return query.new_zeros(batch, columns, heads, layer.shape.value_dim), None
     grouped = query.view(batch, layer.shape.heads, heads // layer.shape.heads, columns, dim)
     softmax = Softmax(scaling, softcap, None if s_aux is None else s_aux.view(grouped.shape[1:3]))
-    with layer.slots_as_positions():
-        output, sums = attend(layer, grouped, visibility(layer, attention_mask), softmax)
+    output, sums = attend(layer, grouped, visibility(layer, attention_mask), softmax)
     layer.observe(grouped, sums, softmax)
     layer.compress()
     if columns == 1:
@@ -65,16 +63,18 @@ def attention(
 
 def attend(layer: CacheLayer, query: Tensor, seen: Visibility, softmax: Softmax) -> tuple[Tensor, Tensor | None]:
     """Output [B, H, G, T, D] of `query` over all that `layer` stores, and the column sums if the method needs them."""
-    store = layer.store
+    store, front_query = placed(layer, query)
     if not layer.wants_scores:
-        return over(query, store, seen, softmax), None
-    if query.shape[3] <= FEW_COLUMNS:
-        fast = choose.attend_decode_with_sums(query, store.layout(), seen.mask(0, query.shape[3]), softmax)
-        return fast or naive.attend(query, store, seen.mask, softmax, sum_columns=True)
-    return over(query, store, seen, softmax), _column_sums(query, store, seen, softmax)
+        return over(query, store, seen, softmax, front_query), None
+    if query.shape[3] <= choose.FEW_COLUMNS:
+        ranges = store.ranges()
+        mask = seen.kernel_mask(0, query.shape[3])
+        fast = None if ranges is None else choose.attend_decode_with_sums(query, ranges, mask, softmax, front_query)
+        return fast or naive.attend(query, store, seen.mask, softmax, True, front_query)
+    return over(query, store, seen, softmax, front_query), _column_sums(query, store, seen, softmax, front_query)
 
 
-def _column_sums(query: Tensor, store: DenseStore | PackedStore, seen: Visibility, softmax: Softmax) -> Tensor:
+def _column_sums(query: Tensor, store: Store, seen: Visibility, softmax: Softmax, front_query: Tensor | None) -> Tensor:
     """Column sums of a prompt in a pass of their own: the output then is the one that plain attention gives."""
     plain = store.plain()
     if plain is not None and seen.causal:
@@ -82,35 +82,39 @@ def _column_sums(query: Tensor, store: DenseStore | PackedStore, seen: Visibilit
         fast = choose.column_sums(query, plain[0], past, softmax)
         if fast is not None:
             return fast
-    return column_sums(query, store, seen.mask, softmax)
+    return column_sums(query, store, seen.mask, softmax, front_query)
 
 
-def over(query: Tensor, store: DenseStore | PackedStore, seen: Visibility, softmax: Softmax) -> Tensor:
+def over(query: Tensor, store: Store, seen: Visibility, softmax: Softmax, front_query: Tensor | None = None) -> Tensor:
     """Output [B, H, G, T, D] of `query` over all of `store`, by the fastest kernel that takes the case."""
     plain = store.plain()
     torch_can = plain is not None and softmax.plain
-    few = query.shape[3] <= FEW_COLUMNS
+    few = query.shape[3] <= choose.FEW_COLUMNS
     if plain is None or (few and not (torch_can and not choose.decode_pays(query, plain[0]))):
-        fast = _in_blocks(query, store, seen, softmax)
+        fast = _in_blocks(query, store, seen, softmax, front_query)
         if fast is not None:
             return fast
     if plain is not None and torch_can:
         if seen.causal:
             return sdpa.causal(query, *plain, scaling=softmax.scaling)
         return sdpa.masked(query, *plain, seen.mask, scaling=softmax.scaling)
-    return naive.attend(query, store, seen.mask, softmax)[0]
+    return naive.attend(query, store, seen.mask, softmax, front_query=front_query)[0]
 
 
-def _in_blocks(query: Tensor, store: DenseStore | PackedStore, seen: Visibility, softmax: Softmax) -> Tensor | None:
+def _in_blocks(
+    query: Tensor, store: Store, seen: Visibility, softmax: Softmax, front_query: Tensor | None
+) -> Tensor | None:
     """The output by the decode kernels, a block of columns at a time; None where there is none for the case."""
     columns, at_once = query.shape[3], choose.most_columns(query)
-    if not at_once:
+    ranges = store.ranges() if at_once else None
+    if ranges is None:
         return None
-    layout, outputs = store.layout(), []
+    outputs = []
     for start in range(0, columns, at_once):
         stop = min(start + at_once, columns)
-        block, mask = query[..., start:stop, :], seen.mask(start, stop)
-        output = choose.attend_decode(block, layout, mask, softmax)
+        block, mask = query[..., start:stop, :], seen.kernel_mask(start, stop)
+        front = None if front_query is None else front_query[..., start:stop, :]
+        output = choose.attend_decode(block, ranges, mask, softmax, front)
         if output is None:
             return None
         outputs.append(output)
@@ -127,7 +131,7 @@ def _without_cache(
     s_aux: Tensor | None,
 ) -> Tensor:
     """Plain attention over ordinary tensors: a call that was given no cache of ours."""
-    store = DenseStore(keys.shape[0])
+    store = Store(keys.shape[0])
     store.append(keys, values, [keys.shape[2]] * keys.shape[0])
     grouped = query.unflatten(1, (keys.shape[1], -1))
     mask = None if lazy is None else lazy.materialise()

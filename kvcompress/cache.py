@@ -17,6 +17,7 @@ from kvcompress.errors import CacheError
 from kvcompress.fed_ids import FedIds
 from kvcompress.methods.base import Method
 from kvcompress.methods.exact import Exact
+from kvcompress.stores.store import MEMORY
 
 if TYPE_CHECKING:
     from kvcompress.prefix.reuse import Reuse
@@ -103,7 +104,7 @@ class CompressedCache(Cache):
         held = self.layers[layer]
         if held.store.empty or held.shape is None:
             return torch.empty(self.rows, 0, 0, dtype=torch.int64)
-        positions = held.store.current_positions(held.store.filled[0].buffer.device)
+        positions = held.store.current_positions(held.store.device)
         positions = positions.expand(-1, held.shape.heads, -1)
         far = torch.iinfo(torch.int64).max
         ordered = positions.masked_fill(positions < 0, far).sort(-1).values
@@ -125,9 +126,8 @@ class CompressedCache(Cache):
         return sum(storages.values())
 
     def memory(self) -> dict[str, int]:
-        """`nbytes` by what it is: keys, values, scales, residual, positions, scores, holes, spare."""
-        names = ("keys", "values", "scales", "residual", "positions", "scores", "holes", "spare")
-        total: dict[str, int] = dict.fromkeys(names, 0)
+        """`nbytes` by what it is: keys, values, scales, residual, positions, scores, holes, spare, shared."""
+        total: dict[str, int] = dict.fromkeys(MEMORY, 0)
         for layer in self.layers:
             if not layer.store.empty:
                 for name, size in layer.memory().items():
@@ -357,7 +357,7 @@ class CompressedCache(Cache):
             numbers += layer.store.row_numbers()
             if layer.recent is not None:
                 numbers.append(layer.recent.real)
-        return all(len(set(each)) == 1 for each in numbers)
+        return all(len(set(each)) <= 1 for each in numbers)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps the rows `indices`."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -19,16 +17,12 @@ from kvcompress.kernels.softmax import Softmax
 from kvcompress.methods.base import Ends, Evicting, Kept
 from kvcompress.methods.view import LayerView, RecentQueries
 from kvcompress.stores import holes
-from kvcompress.stores.dense import DenseStore
-from kvcompress.stores.packed import PackedStore
 from kvcompress.stores.slots import column
+from kvcompress.stores.store import Store
 
 if TYPE_CHECKING:
     from kvcompress.cache import CompressedCache
     from kvcompress.rope import Rotary
-
-
-UNCHANGED = nullcontext()
 
 
 def refuse_gradients(*tensors: Tensor) -> None:
@@ -47,7 +41,7 @@ class CacheLayer(CacheLayerMixin):
         super().__init__()
         self.belong_to(cache)
         self.index, self.window = index, window
-        self.store: DenseStore | PackedStore = DenseStore(0)
+        self.store: Store = Store(0)
         self.recent: RecentQueries | None = None
         self.shape: LayerShape | None = None
 
@@ -79,7 +73,7 @@ class CacheLayer(CacheLayerMixin):
 
     def start(self, rows: int) -> None:
         """Makes the empty store for a batch of `rows`."""
-        self.store = self.cache.method.new_store(rows) if self.compresses else DenseStore(rows)
+        self.store = self.cache.method.new_store(rows) if self.compresses else Store(rows)
         self.store.with_scores = self.compresses and self.cache.gathers_scores
         self.bound_spare()
 
@@ -123,20 +117,19 @@ class CacheLayer(CacheLayerMixin):
             self._evict(evicting)
         waits = evicting is not None and evicting.acts == "prefill" and call.prefill and not call.ends_prefill
         if packing is not None and not waits:
-            assert isinstance(self.store, PackedStore)
             self.store.pack()
             if evicting is not None and (evicting.acts == "every_call" or call.ends_prefill):
                 self._hold_bytes(evicting, self.store)
         if call.ends_prefill and not self.cache.gathers:
             self.recent = None
 
-    def _hold_bytes(self, method: Evicting, store: PackedStore) -> None:
+    def _hold_bytes(self, method: Evicting, store: Store) -> None:
         """Gives up whole units where holes take more than a budget in bytes has room for."""
         if method.byte_budget is None:
             return
         tokens = self.cache.tokens_within(method.byte_budget)
-        apart = store.front_size + store.residual
-        if method.acts == "every_call" and tokens < apart and any(store.keys.counts):
+        apart = store.in_full
+        if method.acts == "every_call" and tokens < apart and any(store.packed_rows):
             raise CacheError(
                 f"the budget of {method.byte_budget:,} bytes holds {tokens} tokens in each of {self.cache.rows} rows, "
                 f"fewer than the {apart} that stay in full precision beside what is packed already; "
@@ -147,8 +140,7 @@ class CacheLayer(CacheLayerMixin):
             self._evict(method, give_up=units)
             store.free_units()
         if units := store.units_beyond(room):  # the method did not choose by `top`
-            device = store.filled[0].buffer.device
-            age = store.current_positions(device).float()
+            age = store.current_positions(store.device).float()
             store.evict((age >= 0) & ~holes.weakest_units(store, age, units))
             store.free_units()
 
@@ -164,84 +156,35 @@ class CacheLayer(CacheLayerMixin):
         keep, counts = (decision.mask, decision.counts) if isinstance(decision, Kept) else (decision, None)
         if method.position_mode == "cache" and method.acts == "prefill":
             self._evict_and_rotate(keep)
-        elif isinstance(self.store, DenseStore):
-            self.store.evict(keep, counts)
         else:
-            self.store.evict(keep)
+            self.store.evict(keep, counts)
 
     def _evict_and_rotate(self, keep: Tensor) -> None:
         """Evicts once, and rotates what stays so that rotary distances are distances between slots."""
-        assert isinstance(self.store, DenseStore)
         evicted = ~keep & (self.store.current_positions(keep.device) >= 0)
         if not bool(evicted.any()):
             return
-        evicted_after = evicted.flip(-1).long().cumsum(-1).flip(-1)
-        order = (~keep).to(torch.uint8).argsort(dim=-1, stable=True)
-        delta = evicted_after.gather(-1, order)
-        self.store.evict(keep)
         rotary = self.rotary
         if rotary is not None:
-            for rows, keys in self.store.key_prefix(self.store.length):
-                keys.copy_(rotary.rotate(keys, delta[rows, :, : keys.shape[2]]))
+            evicted_after = evicted.flip(-1).long().cumsum(-1).flip(-1)
+            self.store.turn(rotary, evicted_after)
+        self.store.evict(keep)
 
     @property
     def rotary(self) -> Rotary | None:
         return self.cache.rotaries[self.index] if self.cache.rotaries else None
 
-    def slots_as_positions(self) -> AbstractContextManager[None]:
-        """While attending under `positions="cache"`: keys that older ones were evicted behind stand at their slots.
-
-        They are rotated from the original key each time and put back, so no rounding adds up over the calls.
-        """
-        rotary = self.rotary
-        if rotary is None or self.store.positions is None or not self.compresses:
-            return UNCHANGED
-        evicting = self.cache.method.evicting
-        if evicting is None or evicting.acts != "every_call":
-            return UNCHANGED
-        return self._turned(rotary, evicting.slots_before_gaps)
-
-    @contextmanager
-    def _turned(self, rotary: Rotary, first: int | None) -> Iterator[None]:
-        positions = self.store.current_positions(self.store.filled[0].buffer.device)
-        held = positions >= 0
-        behind = held.flip(-1).long().cumsum(-1).flip(-1)
-        seen = column(self.store.seen, positions.device)[:, None]
-        delta = (seen - positions - behind).masked_fill(~held, 0)
-        if first is not None:
-            count = min(first, self.store.length)
-        elif delta.device.type == "cpu":
-            count = int((delta > 0).any(1).any(0).sum())
-        else:  # a turn by 0 changes nothing; asking the device would stop its stream
-            count = self.store.length
-        if count == 0:
-            yield
-            return
-        prefixes = [(rows, keys, keys.clone()) for rows, keys in self.store.key_prefix(count)]
-        for rows, keys, original in prefixes:
-            keys.copy_(rotary.rotate(original, delta[rows, :, : keys.shape[2]]))
-        try:
-            yield
-        finally:
-            for _, keys, original in prefixes:
-                keys.copy_(original)
-
     def turn_back(self, by: list[int]) -> None:
         """Rotates every key of row b by `-by[b]` positions."""
         rotary = self.rotary
         if rotary is not None and not self.store.empty:
-            delta = -column(by, self.store.filled[0].buffer.device)[:, None]
-            for rows, keys in self.store.key_prefix(self.store.length):
-                keys.copy_(rotary.rotate(keys, delta[rows]))
+            delta = -column(by, self.store.device)[:, None]
+            self.store.turn(rotary, delta.expand(-1, 1, self.store.length))
 
     def take_over(self, other: CacheLayer) -> None:
         """Continues from the exact KV and the observations that `other` gathered, sharing its memory."""
         self.shape, self.recent, self.is_initialized = other.shape, other.recent, True
-        assert isinstance(other.store, DenseStore)
-        if isinstance(self.store, PackedStore):
-            self.store.take_over(other.store)
-        else:
-            self.store = other.store.fork()
+        self.store.take_over(other.store)
         self.store.with_scores = self.compresses and self.cache.gathers_scores
         if not self.store.with_scores:
             self.store.scores = None
@@ -265,7 +208,7 @@ class CacheLayer(CacheLayerMixin):
 
     def select_rows(self, index: list[int], on_device: Tensor) -> None:
         if not self.store.empty:
-            self.store.select_rows(index, on_device.to(self.store.filled[0].buffer.device))
+            self.store.select_rows(index, on_device.to(self.store.device))
         if self.recent is not None:
             recent = self.recent
             queries = recent.queries.index_select(0, on_device.to(recent.queries.device))

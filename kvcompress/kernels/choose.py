@@ -8,18 +8,20 @@ B batch, H KV heads, G query heads per KV head, T new tokens, S slots, D head di
 """
 
 import warnings
+from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
 from types import ModuleType
 
 from torch import Tensor
 
-from kvcompress.kernels.layout import DenseLayer, PackedKeys, PackedLayer, PackedValues
+from kvcompress.kernels.layout import PackedKeys, PackedValues, Range
 from kvcompress.kernels.softmax import Softmax
 
 # Bytes of dense keys below which torch's own attention is left to do it. `kvcompress bench` shows where they cross: on
 # two cores between 8 and 16 MB for 8 KV heads of 128; with 3 KV heads of 64 the kernels are ahead at 6 MB.
 SMALL = 5 << 20
+FEW_COLUMNS = 8  # queries at one time that still count as decoding
 
 
 @cache
@@ -57,16 +59,23 @@ def library(device: str) -> str:
 
 
 def attend_decode(
-    query: Tensor, layer: DenseLayer | PackedLayer, allowed: Tensor | None, softmax: Softmax
+    query: Tensor,
+    ranges: Sequence[Range],
+    allowed: Tensor | None,
+    softmax: Softmax,
+    front_query: Tensor | None = None,
 ) -> Tensor | None:
     """Attention of a few queries [B, H, G, T, D] over all that a layer holds: [B, H, G, T, D] in the query's dtype.
+
+    The slots of the ranges follow each other; each is attended to alone, and all are merged by their log-sum-exp.
+    `front_query`, if given, stands for `query` before the tokens of a front: the same queries, rotated by other angles.
 
     `allowed`, bool and broadcastable to [B, H, T, S], says which slots each column may see; None: all of its row.
     A column that may see nothing becomes zeros. Arithmetic is in fp32; packed keys and values are never dequantised
     as a whole.
     """
     kernels = fast(query.device.type, "attention")
-    return kernels and kernels.attend_decode(query, layer, allowed, softmax)
+    return kernels and kernels.attend_decode(query, ranges, allowed, softmax, front_query)
 
 
 def most_columns(query: Tensor) -> int:
@@ -84,14 +93,18 @@ def decode_pays(query: Tensor, keys: Tensor) -> bool:
 
 
 def attend_decode_with_sums(
-    query: Tensor, layer: DenseLayer | PackedLayer, allowed: Tensor | None, softmax: Softmax
+    query: Tensor,
+    ranges: Sequence[Range],
+    allowed: Tensor | None,
+    softmax: Softmax,
+    front_query: Tensor | None = None,
 ) -> tuple[Tensor, Tensor] | None:
     """As `attend_decode`, with the sum over the queries of each key's softmax column.
 
     The sums are fp32 [B, H, S], averaged over the G query heads, and 0 behind the end of a shorter row.
     """
     kernels = fast(query.device.type, "attention", on=("cpu",))
-    return kernels and kernels.attend_decode_with_sums(query, layer, allowed, softmax)
+    return kernels and kernels.attend_decode_with_sums(query, ranges, allowed, softmax, front_query)
 
 
 def column_sums(query: Tensor, keys: Tensor, past: int, softmax: Softmax) -> Tensor | None:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 LANES = 32  # tokens in one block of key words
+KERNEL_BITS = (2, 4, 8)  # of codes that fill their words, which the fast kernels take
 
 
 def codes_per_word(bits: int) -> int:
@@ -51,29 +52,46 @@ class PackedValues(NamedTuple):
     group_size: int
 
 
-class DenseLayer(NamedTuple):
-    """Keys and values [B, H, S, D] as they are attended to; the first `lengths[b]` slots of row b are in use."""
-
-    keys: Tensor
-    values: Tensor
-    lengths: list[int]
-
-
-class PackedLayer(NamedTuple):
-    """A packed layer as it is attended to. The slots of row b are, in this order, without gaps:
+class Range(NamedTuple):
+    """Slots of a layer as they are attended to. Those of row b are, in this order, without gaps:
 
     `fronts[b]` tokens in full precision (0 in all rows if `front_keys` is None), the packed ones, and the tail. Keys:
     `key_counts[b]` packed, the rest in `tail_keys`; values: `value_counts[b]` packed, the rest in `tail_values`.
     `lengths[b]` slots in all. `keys` and `values` are None while nothing is packed.
+
+    Where KV heads differ, each head of each row is a line of its own in tensors [1, 1, N, ...] that hold them one after
+    the other. `lines`, int64 [6, B, H] on the device, then says in place of the lists, in the order of `TABLES`, how
+    much each holds and where its packed tokens and its tail begin; the lists hold the most of any line.
     """
 
     front_keys: Tensor | None
     front_values: Tensor | None
-    fronts: list[int]
     keys: PackedKeys | None
-    key_counts: list[int]
     values: PackedValues | None
-    value_counts: list[int]
     tail_keys: Tensor
     tail_values: Tensor
+    fronts: list[int]
+    key_counts: list[int]
+    value_counts: list[int]
     lengths: list[int]
+    lines: Tensor | None = None
+
+    @property
+    def width(self) -> int:
+        """Slots of the longest row or line."""
+        return max(self.lengths)
+
+    @property
+    def tables(self) -> list[int]:
+        """The numbers of every row, one table of `TABLES` after the other."""
+        none = [0] * len(self.lengths)
+        return [*self.fronts, *self.key_counts, *self.value_counts, *self.lengths, *none, *none]
+
+
+TABLES = ("front", "packed keys", "packed values", "length", "first packed", "first of the tail")
+
+
+def dense_range(keys: Tensor, values: Tensor, lengths: list[int]) -> Range:
+    """Keys and values [B, H, S, D] in full precision; the first `lengths[b]` slots of row b are in use."""
+    none = [0] * len(lengths)
+    return Range(None, None, None, None, keys, values, none, none, none, lengths)

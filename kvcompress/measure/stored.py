@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from kvcompress.cache import CompressedCache
-from kvcompress.stores.packed import PackedStore
 
 
 def stored_bytes(cache: CompressedCache) -> int:
@@ -34,6 +33,4 @@ def evicted_rows(cache: CompressedCache) -> list[bool]:
 def packed_rows(cache: CompressedCache) -> list[bool]:
     """Whether a token of each row is packed."""
     store = next((layer.store for layer in cache.layers if layer.compresses), None)
-    if not isinstance(store, PackedStore):
-        return [False] * cache.rows
-    return [keys + values > 0 for keys, values in zip(store.keys.counts, store.values.counts, strict=True)]
+    return [False] * cache.rows if store is None else store.packed_rows

@@ -10,6 +10,7 @@ from types import ModuleType
 
 from kvcompress.budget import Budget, check_budget
 from kvcompress.methods.base import Acts, Ends, Evicting, Kept, Method, PositionMode, registry
+from kvcompress.methods.packing import Packing
 from kvcompress.methods.view import LayerView
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "Kept",
     "LayerView",
     "Method",
+    "Packing",
     "PositionMode",
     "check_budget",
     "methods",

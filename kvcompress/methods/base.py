@@ -11,11 +11,10 @@ from torch import Tensor
 
 from kvcompress.budget import Budget, LayerShape, check_budget, parse_bytes
 from kvcompress.methods.options import check_positions, check_text_form, plain
-from kvcompress.stores.dense import DenseStore
-from kvcompress.stores.packed import PackedStore
+from kvcompress.stores.store import Store
 
 if TYPE_CHECKING:
-    from kvcompress.methods.kivi import KIVI
+    from kvcompress.methods.packing import Packing
     from kvcompress.methods.view import LayerView
 
 Acts = Literal["never", "prefill", "every_call"]
@@ -111,8 +110,8 @@ class Method:
         return None
 
     @property
-    def packing(self) -> KIVI | None:
-        """The part that quantises what stays, if any."""
+    def packing(self) -> Packing | None:
+        """The part that packs what stays, if any."""
         return None
 
     @property
@@ -125,9 +124,9 @@ class Method:
         """Whether what is stored changes while decoding, beyond the appended tokens."""
         return any(part is not None and part.acts == "every_call" for part in (self.evicting, self.packing))
 
-    def new_store(self, rows: int) -> DenseStore | PackedStore:
+    def new_store(self, rows: int) -> Store:
         """An empty store for one layer."""
-        return DenseStore(rows)
+        return Store(rows)
 
     @property
     def grows(self) -> bool:
@@ -236,8 +235,8 @@ class Evicting(Method):
         """Which slots stay: a mask [B, H, S] with as many true slots in every head of a row, `Ends` or `Kept`."""
         raise TypeError(f"{type(self).__name__} must define keep(layer)")
 
-    def new_store(self, rows: int) -> DenseStore | PackedStore:
-        return DenseStore(rows, with_scores=self.needs_scores)
+    def new_store(self, rows: int) -> Store:
+        return Store(rows, front=self.protected if self.positions == "cache" else 0, with_scores=self.needs_scores)
 
     def stored_bytes(self, layer: LayerShape, kept: list[int], seen: list[int]) -> int:
         return len(kept) * (layer.exact_bytes(max(kept)) + self.slot_bytes(layer, max(kept), kept != seen))

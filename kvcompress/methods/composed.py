@@ -1,17 +1,17 @@
-"""`A | kivi`: evict, then pack what stays."""
+"""`A | B`: evict, then pack what stays."""
 
 from dataclasses import dataclass
 from typing import ClassVar
 
 from kvcompress.budget import LayerShape
 from kvcompress.methods.base import Evicting, Method, PositionMode
-from kvcompress.methods.kivi import KIVI
-from kvcompress.stores.packed import PackedStore
+from kvcompress.methods.packing import Packing
+from kvcompress.stores.store import Store
 
 
 @dataclass(frozen=True)
 class Composed(Method):
-    """An evicting method chooses exactly as it would alone; KIVI packs what it keeps.
+    """An evicting method chooses exactly as it would alone; the second packs what it keeps.
 
     Evicting a packed token leaves a masked hole; the bytes of a group come back when every KV head of the row has a
     group of nothing but holes. StreamingLLM's sinks stay in full precision.
@@ -21,7 +21,7 @@ class Composed(Method):
     """
 
     first: Evicting
-    second: KIVI
+    second: Packing
 
     acts: ClassVar = "every_call"
 
@@ -47,15 +47,15 @@ class Composed(Method):
         return self.first
 
     @property
-    def packing(self) -> KIVI | None:
+    def packing(self) -> Packing | None:
         return self.second
 
     @property
     def position_mode(self) -> PositionMode:
         return self.first.positions
 
-    def new_store(self, rows: int) -> PackedStore:
-        return self.second.new_store(rows, self.first.protected, self.first.needs_scores)
+    def new_store(self, rows: int) -> Store:
+        return Store(rows, self.second, self.first.protected, self.first.needs_scores)
 
     def stored_bytes(self, layer: LayerShape, kept: list[int], seen: list[int]) -> int:
         packed = self.second.prefilled_bytes(layer, kept, self.first.protected)
@@ -81,10 +81,10 @@ class Composed(Method):
 
 
 def compose(first: Method, second: Method) -> Composed:
-    """`first | second`. Raises TypeError unless an evicting method stands before KIVI."""
-    if isinstance(first, Evicting) and isinstance(second, KIVI):
+    """`first | second`. Raises TypeError unless an evicting method stands before a packing one."""
+    if isinstance(first, Evicting) and isinstance(second, Packing):
         return Composed(first, second)
     raise TypeError(
-        f"cannot compose {first} | {second}: a composition is one evicting method, then kivi; "
+        f"cannot compose {first} | {second}: a composition is one evicting method, then one that packs, such as kivi; "
         f'for example "snapkv(budget=0.25) | kivi(bits=2)"'
     )

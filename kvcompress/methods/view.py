@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,10 +13,9 @@ from kvcompress.kernels import choose
 from kvcompress.kernels.scores.naive import column_sums
 from kvcompress.kernels.softmax import Softmax
 from kvcompress.methods.base import Ends, Kept
-from kvcompress.stores.dense import DenseStore
 from kvcompress.stores.holes import weakest_units
-from kvcompress.stores.packed import PackedStore
 from kvcompress.stores.slots import column, ends_mask
+from kvcompress.stores.store import Store
 
 
 @dataclass
@@ -49,7 +47,7 @@ class RecentQueries:
 class LayerView:
     """One layer after its attention, before anything is evicted. B rows, H KV heads, S slots."""
 
-    store: DenseStore | PackedStore
+    store: Store
     prompt_lengths: list[int]
     tokens_within: Callable[[int], int]
     recent: RecentQueries | None = None
@@ -63,7 +61,7 @@ class LayerView:
 
     @property
     def device(self) -> torch.device:
-        return self.store.filled[0].buffer.device
+        return self.store.device
 
     @property
     def scores(self) -> Tensor:
@@ -75,19 +73,12 @@ class LayerView:
     @property
     def keys(self) -> Tensor:
         """The stored keys [B, H, S, D], rotary applied; packed ones as they are attended to, holes hold anything."""
-        return self._whole(0)
+        return self.store.whole(0)
 
     @property
     def values(self) -> Tensor:
         """The stored values [B, H, S, D]; packed ones as they are attended to, holes hold anything."""
-        return self._whole(1)
-
-    def _whole(self, which: Literal[0, 1]) -> Tensor:
-        plain = self.store.plain()
-        if plain is not None:
-            return plain[which]
-        assert isinstance(self.store, PackedStore)
-        return self.store.dequantised(which)
+        return self.store.whole(1)
 
     def tokens(self, budget: Budget) -> list[int]:
         """How many tokens `budget` means for each row."""
@@ -95,7 +86,7 @@ class LayerView:
 
     def last(self, counts: list[int]) -> Tensor:
         """The newest `counts[b]` tokens of each row: bool [B, H or 1, S]."""
-        if not self.store.has_holes:
+        if not self.store.has_gaps:
             return ends_mask(self.lengths, [0] * len(counts), counts, self.device)
         alive = self.store.current_positions(self.device) >= 0
         from_end = alive.flip(-1).long().cumsum(-1).flip(-1)
@@ -116,7 +107,7 @@ class LayerView:
         recent = self.recent
         queries = recent.queries[..., -window:, :]
         plain = self.store.plain()
-        if plain is not None and not self.store.has_holes:
+        if plain is not None and not self.store.has_gaps:
             real = [min(count, queries.shape[3]) for count in recent.real]
             fast = choose.window_votes(queries, plain[0], self.lengths, real, recent.softmax)
             if fast is not None:
@@ -135,7 +126,7 @@ class LayerView:
 
     def over_neighbours(self, votes: Tensor, pool: Callable[[Tensor], Tensor]) -> Tensor:
         """`pool` along the tokens of votes [B, H, S], as if the holes that a packing partner leaves were not there."""
-        if not self.store.has_holes:
+        if not self.store.has_gaps:
             return pool(votes)
         alive = (self.store.current_positions(self.device) >= 0).expand_as(votes)
         order = (~alive).to(torch.uint8).argsort(dim=-1, stable=True)
@@ -145,7 +136,7 @@ class LayerView:
     def top_beside_newest(self, votes: Tensor, counts: list[int], newest: list[int]) -> Kept:
         """What `top` chooses beside the `newest[b]` last tokens of each row, without asking a GPU how many that are."""
         mask = self.top(votes, counts, always=self.last(newest))
-        if self.store.has_holes or self.give_up is not None:
+        if self.store.has_gaps or self.give_up is not None:
             return Kept(mask, None)
         rows = zip(counts, newest, self.lengths, strict=True)
         return Kept(mask, [min(max(count, last), length) for count, last, length in rows])
@@ -169,7 +160,7 @@ class LayerView:
             always, closed = always & alive, always | ~alive
         else:
             closed = always
-        if self.give_up is not None and isinstance(self.store, PackedStore):
+        if self.give_up is not None:
             worth = votes.masked_fill(closed & ~always, -torch.inf).masked_fill(always, torch.inf)
             weakest = weakest_units(self.store, worth, self.give_up)
             always, closed = always & ~weakest, closed | weakest

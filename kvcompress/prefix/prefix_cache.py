@@ -24,7 +24,6 @@ from kvcompress.prefix.match import Match
 from kvcompress.prefix.radix import Pinned, RadixTree
 from kvcompress.prefix.reuse import Reuse
 from kvcompress.prefix.rotary_settings import refuse_length_dependent
-from kvcompress.stores.dense import DenseStore
 from kvcompress.text_form import parse
 
 
@@ -157,7 +156,7 @@ class PrefixCache:
         cache.fed.check(row, tokens)
         sources = []
         for layer in cache.layers:
-            if layer.window is not None or not isinstance(layer.store, DenseStore):
+            if layer.window is not None:
                 raise CacheError(
                     f"layer {layer.index} slides and has dropped its oldest KV; prefill under "
                     "wrap(model, method, prefix_cache=...), which stores it in time"

@@ -13,7 +13,6 @@ from kvcompress.cache_layer import CacheLayer
 from kvcompress.methods.exact import Exact
 from kvcompress.prefix.block_kv import ColumnSums, Layout, Source, fill
 from kvcompress.prompt import Part, parts
-from kvcompress.stores.dense import DenseStore
 
 if TYPE_CHECKING:
     from kvcompress.prefix.match import Match
@@ -132,7 +131,6 @@ class Reuse:
         sources, sums = [], {}
         for layer in self.cache.layers:
             store = layer.store
-            assert isinstance(store, DenseStore)
             if layer.index in self._windows:
                 kept, values = (torch.cat(calls, 1) for calls in zip(*self._windows[layer.index][row], strict=True))
                 sources.append(Source(kept, values, self.cache.reused_tokens[row]))

@@ -1,11 +1,13 @@
-"""Packed keys or values of one layer that grow at the end of each row."""
+"""Packed keys or values of one segment that grow at the end of each row, in any format."""
+
+from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvcompress.kernels import choose
-from kvcompress.kernels.layout import LANES, PackedKeys, PackedValues, codes_per_word
-from kvcompress.kernels.pack import naive
+from kvcompress.formats.base import Format, Kind, Part
 from kvcompress.stores.growing import Growing
 
 Rows = slice
@@ -21,144 +23,132 @@ def runs_of_rows(*per_row: list[int]) -> list[tuple[Rows, tuple[int, ...]]]:
 
 
 class Codes:
-    """Words, scales and minima in the layout of `kernels/layout.py`; `counts[b]` tokens of row b are packed.
+    """The tensors of a format; `counts[b]` tokens of row b are packed. Without a format nothing ever is."""
 
-    Keys are quantised per channel in groups of tokens, values per token in groups of channels (KIVI, section 3.1).
-    """
-
-    def __init__(self, rows: int, kind: str, bits: int, group_size: int) -> None:
-        self.kind, self.bits, self.group_size = kind, bits, group_size
+    def __init__(self, rows: int, kind: Kind, format: Format | None) -> None:
+        self.kind: Kind = kind
+        self.format = format
         self.counts = [0] * rows
         self.parts: dict[str, Growing] = {}
+        self.layout: dict[str, Part] = {}
         self.floor = PACKED_SPARE
+        self.dim = 0
+
+    def prepare(self, dim: int) -> None:
+        """Says how many numbers a token has. Raises ValueError if the format cannot hold them."""
+        self.dim = dim
+        if self.format is not None:
+            self.format.check(self.kind, dim)
+            self.layout = self.format.parts(self.kind, dim)
+
+    def held(self, rows: Rows = slice(None)) -> dict[str, Tensor]:
+        """All that is packed of some rows, as its format reads it."""
+        return {name: part.view[rows] for name, part in self.parts.items()}
 
     @property
-    def packed(self) -> PackedKeys | PackedValues | None:
-        """All that is packed; None while nothing is."""
-        if not self.parts:
-            return None
-        layout = PackedKeys if self.kind == "keys" else PackedValues
-        parts = self.parts
-        return layout(parts["words"].view, parts["scale"].view, parts["minimum"].view, self.bits, self.group_size)
+    def operand(self) -> Any:
+        """All that is packed, as the fast kernels take it; None while nothing is, or where they cannot."""
+        return self.format.operand(self.kind, self.held()) if self.format and self.parts else None
 
-    def rows(self, rows: Rows) -> PackedKeys | PackedValues:
-        """The same for some rows of the batch, once something is packed."""
-        whole = self.packed
-        assert whole is not None
-        if rows.stop - rows.start == len(self.counts):
-            return whole
-        return whole._replace(words=whole.words[rows], scale=whole.scale[rows], minimum=whole.minimum[rows])
-
-    def dequantised(self, rows: Rows, count: int, head_dim: int) -> Tensor:
+    def decoded(self, rows: Rows, count: int) -> Tensor:
         """The first `count` packed tokens of some rows as fp32 [B, H, count, D]."""
-        codes = self.rows(rows)
-        if isinstance(codes, PackedKeys):
-            return naive.dequantise_keys(codes, 0, count, head_dim)
-        return naive.dequantise_values(codes, 0, count)
+        assert self.format is not None
+        return self.format.read(self.kind, self.held(rows), 0, count, self.dim)
+
+    def logits(self, query: Tensor, rows: Rows, count: int) -> Tensor:
+        """`query` fp32 [B, H, M, D] of some rows times their first `count` keys: fp32 [B, H, M, count]."""
+        assert self.format is not None
+        return self.format.logits(query, self.held(rows), count)
+
+    def mix(self, weights: Tensor, rows: Rows) -> Tensor:
+        """`weights` fp32 [B, H, M, count] of some rows times their first values: fp32 [B, H, M, D]."""
+        assert self.format is not None
+        return self.format.mix(weights, self.held(rows), weights.shape[-1], self.dim)
 
     def append(self, x: Tensor, counts: list[int], alive: Tensor | None) -> None:
-        """Quantises the first `counts[b]` tokens of `x` [B, H, T, D]; those not `alive` [B, H, T] are holes."""
+        """Packs the first `counts[b]` tokens of `x` [B, H, T, D]; those not `alive` [B, H, T] are holes."""
         if not any(counts):
             return
+        assert self.format is not None
         if not self.parts:
             self._start(x)
         for rows, (offset, count) in runs_of_rows(self.counts, counts):
             if count:
                 present = None if alive is None else alive[rows, :, :count, None].expand(-1, -1, -1, x.shape[-1])
-                self._write(rows, offset, x[rows, :, :count], present)
+                self._reserve(offset + count)
+                # Reserving made the parts writable, so the format may write into the views that it is given.
+                self.format.write(self.kind, self.held(rows), offset, x[rows, :, :count], present)
         self.counts = [offset + count for offset, count in zip(self.counts, counts, strict=True)]
 
     def _start(self, x: Tensor) -> None:
-        batch, heads, _, dim = x.shape
-        per_word = codes_per_word(self.bits)
-        groups = 1 if self.kind == "keys" else dim // self.group_size
-        word_shape = (-(-dim // per_word), LANES) if self.kind == "keys" else (dim,)
-        scale_shape = (dim,) if self.kind == "keys" else (groups,)
-        floors = {name: -(-self.floor // tokens) for name, tokens in self.tokens_per_entry.items()}
-        words = x.new_zeros(batch, heads, 0, *word_shape, dtype=torch.int16)
-        scales = x.new_zeros(batch, heads, 0, *scale_shape, dtype=torch.float16)
-        self.parts = {
-            "words": Growing(words, floors["words"]),
-            "scale": Growing(scales, floors["scale"]),
-            "minimum": Growing(scales.clone(), floors["minimum"]),
-        }
+        for name, part in self.layout.items():
+            empty = x.new_zeros(*x.shape[:2], 0, *part.shape, dtype=part.dtype)
+            self.parts[name] = Growing(empty, -(-self.floor // part.tokens))
 
-    @property
-    def tokens_per_entry(self) -> dict[str, int]:
-        """How many tokens one entry of each part stands for."""
-        per_word = LANES if self.kind == "keys" else codes_per_word(self.bits)
-        per_scale = self.group_size if self.kind == "keys" else 1
-        return {"words": per_word, "scale": per_scale, "minimum": per_scale}
+    def _reserve(self, tokens: int) -> None:
+        for name, part in self.parts.items():
+            part.reserve(-(-tokens // self.layout[name].tokens))
 
-    def _write(self, rows: Rows, offset: int, x: Tensor, alive: Tensor | None) -> None:
-        stop = offset + x.shape[2]
-        per_scale = self.tokens_per_entry["scale"]
-        first, last = offset // per_scale, stop // per_scale
-        self._reserve(-(-stop // self.tokens_per_entry["words"]), last)
-        # Reserving made the parts writable, so a kernel may write into the views that it is given.
-        if alive is None and choose.quantise_and_pack(x, self.rows(rows), offset):
-            return
-        along = 2 if self.kind == "keys" else 3
-        grouped = self._grouped(x, along)
-        codes, scale, minimum = naive.quantise(
-            grouped, self.bits, None if alive is None else self._grouped(alive, along)
-        )
-        codes = codes.movedim(-1, along + 1).flatten(along, along + 1)
-        (self._write_key_words if self.kind == "keys" else self._write_value_words)(rows, offset, codes)
-        self.parts["scale"].writable()[rows, :, first:last] = scale.squeeze(-1)
-        self.parts["minimum"].writable()[rows, :, first:last] = minimum.squeeze(-1)
-
-    def _grouped(self, x: Tensor, along: int) -> Tensor:
-        """`x` [B, H, T, D] with each group of dimension `along` as the last dimension."""
-        return x.unflatten(along, (-1, self.group_size)).movedim(along + 1, -1)
-
-    def _reserve(self, words: int, scales: int) -> None:
-        self.parts["words"].reserve(words)
-        self.parts["scale"].reserve(scales)
-        self.parts["minimum"].reserve(scales)
-
-    def _write_key_words(self, rows: Rows, offset: int, codes: Tensor) -> None:
-        words = self.parts["words"].writable()[rows]
-        count = codes.shape[2]
-        if offset % LANES == 0 and count % LANES == 0:
-            words[:, :, offset // LANES : (offset + count) // LANES] = naive.key_words(codes, self.bits)
-            return
-        token = torch.arange(offset, offset + count, device=codes.device)
-        packed = naive.pack_words(codes, self.bits, -1)
-        words[:, :, token // LANES, :, token % LANES] = packed.permute(2, 0, 1, 3)
-
-    def _write_value_words(self, rows: Rows, offset: int, codes: Tensor) -> None:
-        words = self.parts["words"].writable()[rows]
-        per_word = codes_per_word(self.bits)
-        word, lead = offset // per_word, offset % per_word
-        if lead:
-            before = naive.unpack_words(words[:, :, word : word + 1], self.bits, 2, lead)
-            codes = torch.cat([before, codes], 2)
-        packed = naive.pack_words(codes, self.bits, 2)
-        words[:, :, word : word + packed.shape[2]] = packed
+    def entries(self, tokens: int) -> dict[str, int]:
+        """How many entries of each part hold `tokens` tokens."""
+        return {name: -(-tokens // part.tokens) for name, part in self.layout.items() if name in self.parts}
 
     def keep_units(self, index: Tensor, unit: int, counts: list[int]) -> None:
         """Keeps the units `index` [B, H, K] of `unit` tokens each, `counts[b]` tokens in all.
 
-        Whole words and groups move, no code changes.
+        Whole entries move, no code changes.
         """
+        left = self.entries(max(counts))
         for name, part in self.parts.items():
-            tokens = self.tokens_per_entry[name]
-            entries = unit // tokens
-            expanded = (index[..., None] * entries + torch.arange(entries, device=index.device)).flatten(-2)
-            left = -(-max(counts) // tokens)
-            part.gather(expanded[:, :, :left].clamp(max=part.used - 1))
+            each = unit // self.layout[name].tokens
+            expanded = (index[..., None] * each + torch.arange(each, device=index.device)).flatten(-2)
+            part.gather(expanded[:, :, : left[name]].clamp(max=part.used - 1))
         self.counts = counts
 
-    def nbytes(self, names: tuple[str, ...]) -> tuple[int, int]:
-        """Bytes in use and spare of the named parts."""
-        parts = [self.parts[name] for name in names if name in self.parts]
-        used = sum(part.bytes_per_slot * part.used for part in parts)
-        return used, sum(part.buffer.untyped_storage().nbytes() for part in parts) - used
+    def select_rows(self, index: list[int], on_device: Tensor) -> None:
+        """Keeps rows `index` in that order."""
+        self.counts = [self.counts[row] for row in index]
+        for name, entries in self.entries(max(self.counts)).items():
+            self.parts[name].select_rows(on_device, entries)
 
-    def fork(self, copies: int) -> "Codes":
-        other = Codes(0, self.kind, self.bits, self.group_size)
+    def category(self, name: str) -> str:
+        """Where `memory()` counts the column of that name: as codes of keys or values, or as scales."""
+        return "scales" if self.layout[name.removeprefix(f"{self.kind}.")].is_scale else self.kind
+
+    def split(self, count: int) -> tuple[Codes, Codes]:
+        """The first `count` tokens of every row, sharing their memory, and the rest with memory of its own."""
+        before, rest = self.fork(1), self.fork(1)
+        before.parts = self.parts
+        before.counts = [count] * len(self.counts)
+        rest.counts = [each - count for each in self.counts]
+        rest.parts = {}
+        if any(rest.counts):
+            for name, part in self.parts.items():
+                tokens = self.layout[name].tokens
+                rest.parts[name] = Growing(part.view[:, :, count // tokens :].clone(), -(-self.floor // tokens))
+        return before, rest
+
+    def fork(self, copies: int) -> Codes:
+        other = Codes(0, self.kind, self.format)
         other.counts = [count for count in self.counts for _ in range(copies)]
         other.parts = {name: part.fork(copies) for name, part in self.parts.items()}
-        other.floor = self.floor
+        other.layout, other.floor, other.dim = self.layout, self.floor, self.dim
         return other
+
+    def load(self, counts: list[int], tensors: dict[str, Tensor]) -> None:
+        """Takes over what a saved cache holds of it."""
+        self.counts = list(counts)
+        self.parts = {name: Growing(each, -(-self.floor // self.layout[name].tokens)) for name, each in tensors.items()}
+
+
+def joined_codes(each: list[Codes]) -> Codes:
+    """The tokens of all, one after the other, with memory of their own; all but the last are whole entries."""
+    whole = each[-1].fork(1)
+    before = sum(max(codes.counts) for codes in each[:-1])
+    whole.counts = [before + count for count in whole.counts]
+    whole.parts = {}
+    for name in each[0].parts or each[-1].parts:
+        tokens = whole.layout[name].tokens
+        held = [codes.parts[name].view[:, :, : codes.entries(max(codes.counts))[name]] for codes in each if codes.parts]
+        whole.parts[name] = Growing(torch.cat(held, 2), -(-whole.floor // tokens))
+    return whole

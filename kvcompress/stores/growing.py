@@ -115,11 +115,24 @@ class Growing:
     def select_rows(self, index: Tensor, used: int | None = None) -> None:
         """Keeps rows `index` [B'] in that order, and of their slots the first `used`."""
         self.used = self.used if used is None else used
+        if self.buffer.stride(0) == 0 and self.buffer.shape[0] > 1:  # all rows are the same memory
+            self.buffer = self.buffer[:1].expand(len(index), *self.buffer.shape[1:])
+            return
         self._adopt(self.view.index_select(0, index))
 
     @property
+    def is_shared(self) -> bool:
+        """Whether another owner holds the same memory."""
+        return len(self._owners) > 1
+
+    @property
+    def is_read_elsewhere(self) -> bool:
+        """Whether an append would have to copy what is stored, since others read the same memory."""
+        return self._overlapping or len(self._owners) > 1
+
+    @property
     def _shared(self) -> bool:
-        if self._overlapping or len(self._owners) > 1:
+        if self.is_read_elsewhere:
             return True
         # What was made under inference_mode cannot be written outside of it.
         return self.buffer.is_inference() and not torch.is_inference_mode_enabled()

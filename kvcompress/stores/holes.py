@@ -14,10 +14,10 @@ from kvcompress.stores.codes import Codes
 from kvcompress.stores.slots import column
 
 if TYPE_CHECKING:
-    from kvcompress.stores.packed import PackedStore
+    from kvcompress.stores.store import Store
 
 
-def evict(store: PackedStore, keep: Tensor) -> bool:
+def evict(store: Store, keep: Tensor) -> bool:
     """Keeps the slots in the mask `keep` [B, H or 1, S]; codes stay where they are. Says whether any slot went."""
     device = keep.device
     if not bool((~keep & (store.current_positions(device) >= 0)).any()):
@@ -30,17 +30,17 @@ def evict(store: PackedStore, keep: Tensor) -> bool:
     return True
 
 
-def _look_for_holes(store: PackedStore) -> None:
-    device = store.filled[0].buffer.device
+def _look_for_holes(store: Store) -> None:
+    device = store.device
     inside = torch.arange(store.length, device=device) < column(store.lengths, device)
     store.has_holes = bool((inside[:, None] & (store.current_positions(device) < 0)).any())
 
 
-def _close_tail(store: PackedStore) -> None:
+def _close_tail(store: Store) -> None:
     """Moves what lives behind the packed keys together at the end, and drops as many slots as every head can spare."""
-    alive = store.current_positions(store.filled[0].buffer.device) >= 0
+    alive = store.current_positions(store.device) >= 0
     device = alive.device
-    starts = [front + count for front, count in zip(store.fronts, store.keys.counts, strict=True)]
+    starts = [front + count for front, count in zip(store.open.fronts, store.open.keys.counts, strict=True)]
     slots = torch.arange(store.length, device=device)
     in_tail = (slots >= column(starts, device))[:, None]
     inside = (slots < column(store.lengths, device))[:, None]
@@ -57,31 +57,33 @@ def _close_tail(store: PackedStore) -> None:
     index = order.gather(2, (target + skip).clamp(max=store.length - 1)[:, None].expand(-1, order.shape[1], -1))
     for part in store.per_slot().values():
         part.gather(index if part.buffer.shape[1] > 1 else index[:, :1], ascending=False)
-    for tail, codes in zip(store.filled, (store.keys, store.values), strict=True):
-        first = [front + count for front, count in zip(store.fronts, codes.counts, strict=True)]
+    for tail, codes in zip(store.filled, (store.open.keys, store.open.values), strict=True):
+        first = [front + count for front, count in zip(store.open.fronts, codes.counts, strict=True)]
         width = max(length - start for length, start in zip(lengths, first, strict=True))
         offset = column(first, device)
         within = (torch.arange(width, device=device) + offset).clamp(max=max(lengths) - 1)
         moved = index.gather(2, within[:, None].expand(-1, index.shape[1], -1)) - offset[:, None]
         tail.gather(moved.clamp(0, tail.used - 1), ascending=False)
-    store.lengths = lengths
+    store.open.lengths = lengths
 
 
-def _unit_slots(store: PackedStore) -> tuple[Tensor, Tensor] | None:
+def _unit_slots(store: Store) -> tuple[Tensor, Tensor] | None:
     """The slots of every packed unit [B, units * unit], and which units [B, units] a row has; None where none has any.
 
     The slots of a unit that a row does not have may be anything.
     """
     unit = store.unit
-    whole = [min(keys, values) // unit for keys, values in zip(store.keys.counts, store.values.counts, strict=True)]
+    whole = [
+        min(keys, values) // unit for keys, values in zip(store.open.keys.counts, store.open.values.counts, strict=True)
+    ]
     if not any(whole):
         return None
-    device = store.filled[0].buffer.device
-    slots = torch.arange(max(whole) * unit, device=device) + column(store.fronts, device)
+    device = store.device
+    slots = torch.arange(max(whole) * unit, device=device) + column(store.open.fronts, device)
     return slots.clamp(max=store.length - 1), torch.arange(max(whole), device=device) < column(whole, device)
 
 
-def weakest_units(store: PackedStore, worth: Tensor, counts: list[int]) -> Tensor:
+def weakest_units(store: Store, worth: Tensor, counts: list[int]) -> Tensor:
     """The slots of the `counts[b]` packed units whose best slot is worth least: bool, in the shape of `worth`.
 
     `worth` [B, H or 1, S]: of each slot, -inf for what is gone. Ties go to the oldest unit.
@@ -99,7 +101,7 @@ def weakest_units(store: PackedStore, worth: Tensor, counts: list[int]) -> Tenso
     return found.scatter(2, slots, weakest.repeat_interleave(store.unit, -1))
 
 
-def free_units(store: PackedStore) -> None:
+def free_units(store: Store) -> None:
     """Frees units that hold nothing: as many of each row as every head has."""
     units = _unit_slots(store)
     if units is None or store.positions is None:
@@ -114,7 +116,7 @@ def free_units(store: PackedStore) -> None:
         return
     drop = dead & (dead.cumsum(-1) <= column(gone, device)[:, None])
     heads = store.filled[0].buffer.shape[1]
-    for codes in (store.keys, store.values):
+    for codes in (store.open.keys, store.open.values):
         counts = [count - unit * units for count, units in zip(codes.counts, gone, strict=True)]
         held = torch.zeros(*drop.shape[:2], -(-max(codes.counts) // unit), dtype=torch.uint8, device=device)
         held[..., : drop.shape[2]] = drop
@@ -126,20 +128,20 @@ def free_units(store: PackedStore) -> None:
     order = freed.argsort(dim=-1, stable=True)[..., : max(lengths)]
     for part in store.per_slot().values():
         part.gather(order if part.buffer.shape[1] > 1 else order[:, :1])
-    store.lengths = lengths
+    store.open.lengths = lengths
     _look_for_holes(store)
 
 
-def empty_bytes(store: PackedStore, codes: Codes, used: int) -> int:
+def empty_bytes(store: Store, codes: Codes, used: int) -> int:
     """How many of the `used` bytes of `codes` belong to holes or lie behind the end of a shorter row."""
     slots = max(codes.counts, default=0) * len(codes.counts)
     if not slots or store.empty:
         return 0
     live = sum(codes.counts) / slots
     if store.has_holes:
-        device = store.filled[0].buffer.device
+        device = store.device
         held = store.current_positions(device)
-        slot = torch.arange(held.shape[2], device=device) - column(store.fronts, device)
+        slot = torch.arange(held.shape[2], device=device) - column(store.open.fronts, device)
         packed = (slot >= 0) & (slot < column(codes.counts, device))
         live = int(((held >= 0) & packed[:, None]).sum()) / (slots * held.shape[1])
     return used - round(used * live)

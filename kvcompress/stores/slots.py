@@ -1,6 +1,6 @@
 """What every store knows of its slots: how many are used, which token lies in each, and its running score."""
 
-from typing import Any
+from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor
@@ -9,17 +9,17 @@ from kvcompress.kernels.host import on_device
 from kvcompress.stores.growing import Growing
 
 
-class Slots:
-    """Lengths, positions and scores of `[B, H, S]` slots. Rows are left-aligned; each has its own length.
+class Slots(ABC):
+    """Positions and scores of `[B, H, S]` slots. Rows are left-aligned; each has its own length.
 
     `lengths[b]` slots of row b are in use and `seen[b]` real tokens were fed to it. Positions (int32, one head when
     all heads keep the same) exist only once they are no longer a plain range; -1 marks a hole.
     """
 
-    has_holes: bool = False  # whether a slot inside a row's length may hold nothing
+    has_holes: bool = False  # whether a slot may hold nothing, where something was evicted
+    is_ragged: bool = False  # whether KV heads hold different numbers of tokens, so that some end in empty slots
 
     def __init__(self, rows: int, with_scores: bool = False) -> None:
-        self.lengths = [0] * rows
         self.seen = [0] * rows
         self.positions: Growing | None = None
         self.scores: Growing | None = None
@@ -29,12 +29,13 @@ class Slots:
     def set_floor(self, tokens: int) -> None:
         """Lets so many tokens' room lie unused however little is stored, instead of 64."""
         self.floor = tokens
-        for column in self.columns().values():
+        for column in self.per_slot().values():
             column.floor = min(column.floor, tokens)
 
-    def columns(self) -> dict[str, Growing]:
-        """All that is stored, by its name in a saved cache."""
-        return self.per_slot()
+    @property
+    @abstractmethod
+    def lengths(self) -> list[int]:
+        """Slots in use of each row."""
 
     @property
     def length(self) -> int:
@@ -42,11 +43,16 @@ class Slots:
         return max(self.lengths)
 
     @property
+    def has_gaps(self) -> bool:
+        """Whether a slot inside a row's length may hold nothing."""
+        return self.has_holes or self.is_ragged
+
+    @property
     def uniform(self) -> bool:
         return self.lengths.count(self.lengths[0]) == len(self.lengths)
 
     def grow(self, new: Tensor, counts: list[int]) -> None:
-        """Counts the last `counts[b]` of the T columns of `new` [B, H, T, D] as slots in use."""
+        """Notes positions and scores of the last `counts[b]` of the T columns of `new` [B, H, T, D], not yet stored."""
         batch, heads, columns = new.shape[:3]
         if self.positions is not None:
             ends = column([seen + count for seen, count in zip(self.seen, counts, strict=True)], new.device)
@@ -58,7 +64,6 @@ class Slots:
             if self.scores is None:
                 self.scores = Growing.like(zeros, self.floor)
             self.scores.append(zeros, self.lengths, counts)
-        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
         self.seen = [seen + count for seen, count in zip(self.seen, counts, strict=True)]
 
     def position_table(self, heads: int, device: torch.device) -> Growing:
@@ -82,7 +87,7 @@ class Slots:
 
     def alive(self, device: torch.device) -> Tensor | None:
         """Which slots hold a token: bool [B, H or 1, S]; None where all do."""
-        if self.uniform and not self.has_holes:
+        if self.uniform and not self.has_gaps:
             return None
         return self.current_positions(device) >= 0
 
@@ -93,23 +98,11 @@ class Slots:
 
     def copy_state(self, other: "Slots", copies: int) -> None:
         """Makes this a fork of `other`, every row `copies` times."""
-        self.lengths = [length for length in other.lengths for _ in range(copies)]
         self.seen = [seen for seen in other.seen for _ in range(copies)]
-        self.with_scores, self.floor = other.with_scores, other.floor
+        self.with_scores, self.floor, self.has_holes = other.with_scores, other.floor, other.has_holes
+        self.is_ragged = other.is_ragged
         self.positions = other.positions.fork(copies) if other.positions else None
         self.scores = other.scores.fork(copies) if other.scores else None
-
-    def row_numbers(self) -> list[list[int]]:
-        """Every number that the host keeps of each row."""
-        return [self.lengths, self.seen]
-
-    def select_counts(self, index: list[int]) -> None:
-        self.lengths = [self.lengths[row] for row in index]
-        self.seen = [self.seen[row] for row in index]
-
-    def state(self) -> dict[str, Any]:
-        """What `save` writes beside the tensors."""
-        return {"lengths": self.lengths, "seen": self.seen, "with_scores": self.with_scores}
 
 
 def column(numbers: list[int], device: torch.device) -> Tensor:
@@ -117,20 +110,13 @@ def column(numbers: list[int], device: torch.device) -> Tensor:
     return on_device(numbers, device)[:, None]
 
 
-def kept_index(keep: Tensor, lengths: list[int], counts: list[int] | None = None) -> tuple[Tensor, list[int]]:
-    """From a mask `keep` [B, H or 1, S] to ascending slot indices [B, H or 1, K] and the number kept in each row.
+def kept_index(keep: Tensor, counts: list[int]) -> Tensor:
+    """From a mask `keep` [B, H or 1, S] with `counts[b]` slots in each head to ascending indices [B, H or 1, K].
 
-    Every head of a row must keep the same number; rows that keep fewer than K end in indices that mean nothing.
-    `counts` is that number where the host knows it, so that a GPU need not be asked.
+    Rows that keep fewer than K end in indices that mean nothing.
     """
-    keep = keep & ends_mask(lengths, lengths, [0] * len(lengths), keep.device)
-    if counts is None:
-        per_head = keep.sum(-1)
-        counts = per_head[:, 0].tolist()
-        if not bool((per_head == per_head[:, :1]).all()):
-            raise ValueError(f"every KV head of a row must keep the same number of tokens, got {per_head.tolist()}")
     order = (~keep).to(torch.uint8).argsort(dim=-1, stable=True)
-    return order[..., : max(counts)], counts
+    return order[..., : max(counts)]
 
 
 def ends_mask(lengths: list[int], first: list[int], last: list[int], device: torch.device) -> Tensor:

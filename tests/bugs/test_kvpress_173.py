@@ -27,7 +27,7 @@ def test_every_compression_leaves_the_tokens_in_order_and_in_their_slots(method:
                 assert (kept >= 0).all() and (kept.diff() > 0).all(), (step, fed)
                 assert (kept[..., -4:] == torch.arange(fed - 4, fed)).all()
             if "kivi" not in method:
-                kept, stored = cache.kept(0), cache.layers[0].store.tensors()["keys"]
+                kept, stored = cache.kept(0), cache.layers[0].store.keys
                 torch.testing.assert_close(stored, keys.gather(2, kept[..., None].expand_as(stored)))
 
 

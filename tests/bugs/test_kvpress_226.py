@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 import kvcompress as kvc
 from kvcompress.methods.view import LayerView
-from kvcompress.stores.dense import DenseStore
+from kvcompress.stores.store import Store
 from tests.bugs.common import left_padding, text
 from tests.families import OPTIONS, build
 
@@ -57,7 +57,7 @@ def test_what_is_always_kept_is_kept_whatever_the_votes(data: st.DataObject) -> 
     votes = data.draw(st.lists(vote, min_size=slots, max_size=slots))
     always = data.draw(st.lists(st.booleans(), min_size=slots, max_size=slots))
     count = data.draw(st.integers(0, slots + 2))
-    store = DenseStore(1)
+    store = Store(1)
     store.append(torch.zeros(1, 1, slots, 2), torch.zeros(1, 1, slots, 2), [slots])
     view = LayerView(store, [slots], lambda _: 0)
     found = view.top(torch.tensor([[votes]]), [count], torch.tensor([[always]]))

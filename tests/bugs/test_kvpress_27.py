@@ -22,12 +22,12 @@ def test_every_question_is_answered_as_if_it_were_the_only_one(method: str) -> N
             alone.append(wrapped.generate(question, cache=cache, **GREEDY))
         shared = wrapped.new_cache()
         wrapped.prefill(context, cache=shared)
-        before = (shared.memory(), shared.seen.tolist(), shared.kept(0), shared.kept(1))
+        before = (shared.nbytes, shared.seen.tolist(), shared.kept(0), shared.kept(1))
         for question, expected in zip(questions, alone, strict=True):
             fork = shared.fork()
             assert torch.equal(wrapped.generate(question, cache=fork, **GREEDY), expected)
             assert fork.seen.tolist() == [40 + question.shape[1] + 5]
-        assert (shared.memory(), shared.seen.tolist()) == before[:2]
+        assert (shared.nbytes, shared.seen.tolist()) == before[:2]
         assert torch.equal(shared.kept(0), before[2]) and torch.equal(shared.kept(1), before[3])
 
 

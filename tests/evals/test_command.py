@@ -288,7 +288,7 @@ def test_what_does_not_fit_is_told_before_the_model_is_loaded(
     assert code == 2 and not (tmp_path / "out").exists()
     told = " ".join(printed.split())
     assert "--methods: snapkv(positions='cache', budget=8, window=4): keys of LlamaForCausalLM cannot be moved" in told
-    assert "--methods: kivi(bits=2, group_size=5, residual=5): kivi's group_size 5 does not divide" in told
+    assert "--methods: kivi(bits=2, group_size=5, residual=5): the group_size 5 does not divide" in told
 
 
 def test_a_missing_model_is_named(run: Run, data: None) -> None:

@@ -5,9 +5,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvcompress.kernels.layout import DenseLayer, PackedKeys, PackedLayer, PackedValues
+from kvcompress.kernels.layout import PackedKeys, PackedValues, Range, dense_range
 from kvcompress.kernels.pack import naive
 from kvcompress.kernels.softmax import Softmax
+from kvcompress.methods.kivi import KIVI
+from kvcompress.stores.ragged import Ragged
 
 
 def pack_keys(keys: Tensor, bits: int, group_size: int) -> PackedKeys:
@@ -29,7 +31,7 @@ class Case:
     """A layer, queries for it, and what the layer stands for: float64 keys and values [B, H, S, D]."""
 
     query: Tensor  # [B, H, G, T, D]
-    layer: DenseLayer | PackedLayer
+    layer: Range
     keys: Tensor
     values: Tensor
 
@@ -51,7 +53,7 @@ def dense(
     shape = len(lengths), heads, max(lengths) + 5, dim
     keys, values = (random_rows(shape, dtype, offset)[:, :, 3 : 3 + max(lengths)] for offset in (0.0, 1.0))
     query = random_rows((len(lengths), heads, groups, columns, dim), dtype)
-    return Case(query, DenseLayer(keys, values, lengths), keys.double(), values.double())
+    return Case(query, dense_range(keys, values, lengths), keys.double(), values.double())
 
 
 def packed(
@@ -89,14 +91,14 @@ def packed(
             if front[which] is not None:
                 parts.insert(0, front[which][row, :, :first])
             whole[which][row, :, :length] = torch.cat([part.double() for part in parts], 1)
-    layer = PackedLayer(
+    layer = Range(
         *front,
-        fronts,
         packed_keys if any(key_counts) else None,
-        key_counts,
         packed_values if any(value_counts) else None,
-        value_counts,
         *tails,
+        fronts,
+        key_counts,
+        value_counts,
         lengths,
     )
     query = random_rows((batch, heads, groups, columns, dim), dtype)
@@ -123,3 +125,56 @@ def error(got: Tensor, right: Tensor) -> float:
     """The distance relative to the norm of what is right."""
     assert got.shape == right.shape
     return float((got.double() - right).norm() / right.norm().clamp(min=1e-12))
+
+
+@dataclass
+class Cases:
+    """Ranges that follow each other, and what they stand for; tokens of a front are looked at by `front_query`."""
+
+    query: Tensor  # [B, H, G, T, D]
+    front_query: Tensor
+    ranges: list[Range]
+    keys: Tensor  # float64 [B, H, S, D], as are the values
+    values: Tensor
+    inside: Tensor  # bool [B, H, 1, S]: which slots hold a token
+    in_front: Tensor  # which of them are in a front
+
+    def right(self, seen: Tensor, softmax: Softmax) -> Tensor:
+        """Attention in float64, of columns that see `seen` [B, H, T, S]."""
+        logits = [torch.einsum("bhgtd,bhsd->bhgts", q.double(), self.keys) for q in (self.query, self.front_query)]
+        both = torch.where(self.in_front[:, :, None], logits[1], logits[0]) * softmax.scaling
+        if softmax.softcap is not None:
+            both = torch.tanh(both / softmax.softcap) * softmax.softcap
+        weights = torch.softmax(both.masked_fill(~seen[:, :, None], -torch.inf), -1).nan_to_num(0)
+        return weights @ self.values[:, :, None]
+
+
+def ranges(
+    batch: int, heads: int, groups: int, columns: int, dim: int, bits: int, dtype: torch.dtype = torch.float32
+) -> Cases:
+    """A range in which heads differ (0 to 200 tokens each, some packed), a packed one with a front, and a dense one."""
+    counts = torch.randint(0, 200, (batch, heads))
+    counts[0, 0] = 0
+    whole = [random_rows((batch, heads, 200, dim), dtype, 0.5) for _ in range(2)]
+    ragged = Ragged.of(*whole, torch.arange(200) < counts[..., None], KIVI(bits, 32, 32))
+    ragged.pack(32)
+    own = ragged.range()
+    assert own is not None
+    rows = [(4, 64, 40, 80), (4, 32, 66, 75)][:batch]
+    cases = [
+        packed(rows, heads, groups, columns, dim, bits, dtype=dtype),
+        dense([30, 3][:batch], heads, groups, columns, dim, dtype),
+    ]
+    keys = torch.cat([ragged.decoded(0).double(), *(case.keys for case in cases)], 2)
+    values = torch.cat([ragged.decoded(1).double(), *(case.values for case in cases)], 2)
+    inside = torch.cat(
+        [
+            (torch.arange(ragged.length) < counts[..., None])[:, :, None],
+            *(case.inside.expand(-1, heads, -1, -1) for case in cases),
+        ],
+        3,
+    )
+    slot = torch.arange(keys.shape[2]) - ragged.length
+    in_front = ((slot >= 0) & (slot < 4)).expand_as(inside)
+    queries = [random_rows((batch, heads, groups, columns, dim), dtype) for _ in range(2)]
+    return Cases(queries[0], queries[1], [own, *(case.layer for case in cases)], keys, values, inside, in_front)

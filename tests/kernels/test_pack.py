@@ -34,7 +34,7 @@ def untouched(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 @given(
     seed=SEEDS,
-    bits=st.sampled_from([2, 4]),
+    bits=st.sampled_from([2, 4, 8]),
     dim=st.sampled_from([64, 80, 128]),
     group_size=st.sampled_from([32, 64, 96]),
     groups=st.integers(1, 3),
@@ -62,7 +62,7 @@ def test_keys(seed: int, bits: int, dim: int, group_size: int, groups: int, befo
 
 @given(
     seed=SEEDS,
-    bits=st.sampled_from([2, 4]),
+    bits=st.sampled_from([2, 4, 8]),
     dim_and_group=st.sampled_from([(64, 32), (80, 80), (128, 32), (128, 128)]),
     tokens=st.integers(1, 40),
     offset=st.integers(0, 20),

@@ -6,7 +6,7 @@ import torch
 from kvcompress.kernels import choose
 from kvcompress.kernels.scores import naive
 from kvcompress.kernels.softmax import Softmax
-from kvcompress.stores.dense import DenseStore
+from kvcompress.stores.store import Store
 from tests.kernels.layers import Case, dense, error, weights64
 
 pytest.importorskip("numba", reason="the CPU kernels need Numba (kvcompress[cpu])")
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not RUNS_HERE, reason="this processor lacks vect
 def check(case: Case, past: int, softcap: float | None = None, sinks: torch.Tensor | None = None) -> None:
     columns, dim = case.query.shape[-2:]
     softmax = Softmax(dim**-0.5, softcap, sinks)
-    keys = case.layer[0]
+    keys = case.layer.tail_keys
     seen = torch.ones(columns, past + columns, dtype=torch.bool).tril(past)[None, None]
     right = weights64(case.query, case.keys, seen, softmax).sum(3).mean(2)
     got = choose.column_sums(case.query, keys, past, softmax)
@@ -45,7 +45,7 @@ def test_causal_sums_of_each_dtype_with_softcap_and_sinks(dtype: torch.dtype) ->
 def test_every_query_gives_its_column_sums_one_in_all() -> None:
     torch.manual_seed(6)
     case = dense([400], 2, 3, 400, 64)
-    sums = choose.column_sums(case.query, case.layer.keys, 0, Softmax(0.125))
+    sums = choose.column_sums(case.query, case.layer.tail_keys, 0, Softmax(0.125))
     assert sums is not None
     assert torch.allclose(sums.sum(-1), torch.full((1, 2), 400.0), rtol=1e-5)
 
@@ -53,7 +53,7 @@ def test_every_query_gives_its_column_sums_one_in_all() -> None:
 def test_sums_in_two_calls_are_the_sums_of_one() -> None:
     torch.manual_seed(7)
     case = dense([300], 1, 3, 300, 64)
-    keys = case.layer.keys
+    keys = case.layer.tail_keys
     whole = choose.column_sums(case.query, keys, 0, Softmax(0.125))
     first = choose.column_sums(case.query[..., :130, :], keys[:, :, :130], 0, Softmax(0.125))
     second = choose.column_sums(case.query[..., 130:, :], keys, 130, Softmax(0.125))
@@ -71,14 +71,14 @@ def test_window_votes_of_rows_of_any_length(dtype: torch.dtype) -> None:
     rows = list(zip(lengths, real, strict=True))
     seen = torch.stack([(torch.arange(500) < length - back) & (back < count) for length, count in rows])[:, None]
     softmax = Softmax(0.125, 30.0, torch.randn(2, 3))
-    votes = choose.window_votes(case.query, case.layer.keys, lengths, real, softmax)
+    votes = choose.window_votes(case.query, case.layer.tail_keys, lengths, real, softmax)
     assert votes is not None
     assert error(votes, weights64(case.query, case.keys, seen, softmax).sum(3).mean(2)) < 1e-6
 
 
 def test_as_the_reference_over_a_store() -> None:
     torch.manual_seed(9)
-    store = DenseStore(1)
+    store = Store(1)
     store.append(*torch.randn(2, 1, 2, 200, 64), [200])
     query = torch.randn(1, 2, 3, 60, 64)
     seen = torch.ones(60, 200, dtype=torch.bool).tril(140)[None, None]
@@ -90,4 +90,4 @@ def test_as_the_reference_over_a_store() -> None:
 
 def test_a_few_queries_are_left_to_the_reference() -> None:
     case = dense([40], 1, 2, 1, 64)
-    assert choose.column_sums(case.query, case.layer.keys, 39, Softmax(0.125)) is None
+    assert choose.column_sums(case.query, case.layer.tail_keys, 39, Softmax(0.125)) is None

@@ -49,7 +49,7 @@ def test_calls_at_the_same_time(openmp: bool, monkeypatch: pytest.MonkeyPatch) -
     case = packed([(0, 1024, 1000, 1100)], 2, 3, 1, 64, 2)
 
     def attend(_: int) -> torch.Tensor | None:
-        return choose.attend_decode(case.query, case.layer, None, Softmax(0.125))
+        return choose.attend_decode(case.query, [case.layer], None, Softmax(0.125))
 
     right = attend(0)
     assert right is not None
@@ -98,11 +98,11 @@ from kvcompress.kernels import choose
 from kvcompress.kernels.softmax import Softmax
 from tests.kernels.layers import packed
 case = packed([(0, 1024, 1000, 1100)], 1, 3, 1, 64, 2)
-right = choose.attend_decode(case.query, case.layer, None, Softmax(0.125))
+right = choose.attend_decode(case.query, [case.layer], None, Softmax(0.125))
 torch.set_num_threads(1)
 child = os.fork()
 if child == 0:
-    os._exit(0 if torch.equal(choose.attend_decode(case.query, case.layer, None, Softmax(0.125)), right) else 1)
+    os._exit(0 if torch.equal(choose.attend_decode(case.query, [case.layer], None, Softmax(0.125)), right) else 1)
 raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
     in_a_process(code)
@@ -116,7 +116,7 @@ from kvcompress.kernels import choose
 from kvcompress.kernels.softmax import Softmax
 from tests.kernels.layers import packed, pack_values
 case = packed([(0, 1024, 1000, 1100)], 1, 3, 1, 64, 2)
-assert choose.attend_decode(case.query, case.layer, None, Softmax(0.125)) is None
+assert choose.attend_decode(case.query, [case.layer], None, Softmax(0.125)) is None
 assert choose.column_sums(case.query, case.layer.tail_keys, 0, Softmax(0.125)) is None
 assert not choose.quantise_and_pack(case.layer.tail_values, case.layer.values, 0)
 assert not choose.evict_in_place(case.layer.tail_values, None, 0)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvcompress.kernels import choose
-from kvcompress.kernels.layout import DenseLayer, PackedKeys
+from kvcompress.kernels.layout import PackedKeys, dense_range
 from kvcompress.kernels.softmax import Softmax
 
 pytestmark = pytest.mark.skipif(
@@ -50,7 +50,7 @@ def test_on_a_gpu_they_are_the_ones_that_are_chosen(monkeypatch: pytest.MonkeyPa
     query, keys = torch.zeros(1, 1, 1, 1, 24), torch.zeros(1, 1, 40, 24)
     assert choose.most_columns(query.expand(1, 1, 16, 1, 24)) == 4
     # None of them has code for these, which they say before anything is launched.
-    assert choose.attend_decode(query, DenseLayer(keys, keys, [40]), None, Softmax(1.0)) is None
+    assert choose.attend_decode(query.double(), [dense_range(keys, keys, [40])], None, Softmax(1.0)) is None
     assert choose.column_sums(query.double(), keys.double(), 39, Softmax(1.0)) is None
     words = torch.zeros(1, 1, 2, 3, 32, dtype=torch.int16)
     scales = torch.zeros(1, 1, 40, 24, dtype=torch.float16)
@@ -69,6 +69,7 @@ def test_on_a_gpu_they_are_the_ones_that_are_chosen(monkeypatch: pytest.MonkeyPa
         "decode_with_one_group_of_channels",
         "decode_of_16_bits",
         "decode_in_parts",
+        "decode_of_ranges_that_follow_each_other",
         "packing_keys",
         "packing_values",
         "column_sums",

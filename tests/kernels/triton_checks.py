@@ -13,7 +13,7 @@ from kvcompress.kernels.attention import triton as attention
 from kvcompress.kernels.pack import triton as pack
 from kvcompress.kernels.scores import triton as scores
 from kvcompress.kernels.softmax import Softmax
-from tests.kernels.layers import Case, dense, error, pack_keys, pack_values, packed, weights64
+from tests.kernels.layers import Case, dense, error, pack_keys, pack_values, packed, ranges, weights64
 
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
@@ -34,7 +34,7 @@ def decode(device: str, case: Case, share: float | None, softcap: float | None, 
     mask = None if share is None else torch.rand(batch, 1, columns, case.keys.shape[2]) < share
     sinks = torch.randn(heads, groups) if with_sinks else None
     query, layer, allowed, extra = (moved(each, device) for each in (case.query, case.layer, mask, sinks))
-    got = attention.attend_decode(query, layer, allowed, Softmax(dim**-0.5, softcap, extra))
+    got = attention.attend_decode(query, [layer], allowed, Softmax(dim**-0.5, softcap, extra))
     assert got is not None
     seen = case.inside if mask is None else case.inside & mask
     right = weights64(case.query, case.keys, seen, Softmax(dim**-0.5, softcap, sinks)) @ case.values.unsqueeze(2)
@@ -67,6 +67,20 @@ def check_decode_in_parts(device: str) -> None:
         decode(device, packed([(0, 256, 200, 300), (0, 32, 0, 40)], 1, 2, 1, 64, 2), None, None, True)
     finally:
         attention.PROGRAMS = before
+
+
+def check_decode_of_ranges_that_follow_each_other(device: str) -> None:
+    """Two that grow by row and one in which KV heads differ, with fronts that other queries look at."""
+    for share, softcap in ((None, None), (0.6, 5.0)):
+        cases = ranges(2, 2, 3, 2, 64, 4)
+        mask = None if share is None else torch.rand(2, 2, 2, cases.keys.shape[2]) < share
+        query, front, layers, allowed = (
+            moved(each, device) for each in (cases.query, cases.front_query, tuple(cases.ranges), mask)
+        )
+        got = attention.attend_decode(query, layers, allowed, Softmax(0.125, softcap), front)
+        assert got is not None
+        seen = cases.inside if mask is None else cases.inside & mask
+        assert error(got.cpu(), cases.right(seen, Softmax(0.125, softcap))) < ROUNDING[torch.float32]
 
 
 def numbers(tokens: int, dim: int, dtype: torch.dtype, device: str) -> Tensor:
@@ -105,7 +119,7 @@ def check_column_sums(device: str) -> None:
     for past, columns, groups, dim, softcap in ((0, 70, 2, 64, None), (33, 20, 3, 80, 5.0)):
         case = dense([past + columns], 2, groups, columns, dim)
         sinks = None if softcap is None else torch.randn(2, groups)
-        query, keys, extra = (moved(each, device) for each in (case.query, case.layer[0], sinks))
+        query, keys, extra = (moved(each, device) for each in (case.query, case.layer.tail_keys, sinks))
         got = scores.column_sums(query, keys, past, Softmax(dim**-0.5, softcap, extra))
         assert got is not None
         seen = torch.ones(columns, past + columns, dtype=torch.bool).tril(past)[None, None]

@@ -58,7 +58,7 @@ def test_a_composition_is_written_and_read_back() -> None:
     ],
 )
 def test_only_an_evicting_method_and_kivi_compose(first: Method, second: Method) -> None:
-    with pytest.raises(TypeError, match="a composition is one evicting method, then kivi"):
+    with pytest.raises(TypeError, match="a composition is one evicting method, then one that packs, such as kivi"):
         _ = first | second
 
 

@@ -35,11 +35,11 @@ def golden_prompt(method: kvc.KIVI | kvc.Exact) -> OneLayer:
 
 def test_golden_codes() -> None:
     store = golden_prompt(METHOD).layer.store
-    codes = naive.unpack_words(store.keys.packed.words, 2, 3, DIM)[0, 0, 0].T  # [tokens, channels]
+    codes = naive.unpack_words(store.open.keys.parts["words"].view, 2, 3, DIM)[0, 0, 0].T  # [tokens, channels]
     assert codes[:8].unflatten(0, (2, 4)).tolist() == GOLDEN["key_codes"]
-    codes = naive.unpack_words(store.values.packed.words, 2, 2, PROMPT - 8)[0, 0]
+    codes = naive.unpack_words(store.open.values.parts["words"].view, 2, 2, PROMPT - 8)[0, 0]
     assert codes.tolist() == GOLDEN["value_codes"]
-    assert (store.keys.counts, store.values.counts) == ([8], [2])
+    assert (store.open.keys.counts, store.open.values.counts) == ([8], [2])
 
 
 def test_golden_attention() -> None:
@@ -77,9 +77,9 @@ def test_golden_splits(split: dict[str, int], one_by_one: bool) -> None:
     for part in tokens.split([first, *[1] * (split["T"] - first)], 2):
         layer.call(part, part)
     store = layer.layer.store
-    assert (store.keys.counts, store.values.counts) == ([split["keys_packed"]], [split["values_packed"]])
-    assert store.tail_lengths(store.keys) == [split["keys_residual"]]
-    assert store.tail_lengths(store.values) == [split["values_residual"]]
+    assert (store.open.keys.counts, store.open.values.counts) == ([split["keys_packed"]], [split["values_packed"]])
+    assert store.open.tail_lengths(store.open.keys) == [split["keys_residual"]]
+    assert store.open.tail_lengths(store.open.values) == [split["values_residual"]]
 
 
 @pytest.mark.parametrize(("bits", "group_size"), [(2, 32), (2, 64), (4, 32)])
@@ -114,9 +114,9 @@ def test_a_packed_token_is_never_quantised_again() -> None:
     for _ in range(80):
         token = torch.randn(1, 1, 1, 16, generator=generator)
         layer.call(token, token)
-        keys, values = layer.layer.store.keys, layer.layer.store.values
+        keys, values = layer.layer.store.open.keys, layer.layer.store.open.values
         if keys.counts[0]:
-            now = naive.dequantise_keys(keys.packed, 0, keys.counts[0], 16)
+            now = keys.decoded(slice(None), keys.counts[0])
             assert not held or torch.equal(now[:, :, : held[0].shape[2]], held[0])
             held = [now]
     assert (keys.counts, values.counts) == ([80], [64])
@@ -131,7 +131,7 @@ def test_a_group_size_that_does_not_divide_the_head_dim_is_refused() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"bits": 3},
+        {"bits": 9},
         {"bits": "2"},
         {"group_size": 0},
         {"group_size": 2.0},

@@ -8,6 +8,7 @@ from torch import Tensor
 
 import kvcompress as kvc
 from kvcompress.rope import Rotary
+from kvcompress.turning import placed
 from tests.methods.one_layer import OneLayer, golden
 
 GOLDEN = golden("streaming_llm")
@@ -33,8 +34,8 @@ def test_golden_kept_tokens_and_logits(positions: str) -> None:
         if probe is not None:
             probe.begin_call(1, [1])
             probe.layers[0].update(turned(token), turned(token))
-            with probe.layers[0].slots_as_positions():
-                logits = probe.layers[0].store.logits(query)[0, 0, 0] / 2**0.5
+            store, front = placed(probe.layers[0], query[:, :, None])
+            logits = store.logits(query, None if front is None else front[:, :, 0])[0, 0, 0] / 2**0.5
         layer.call(query, turned(token), scaling=2**-0.5)
         assert layer.kept == [step["kept"]]
     expected = torch.tensor(GOLDEN[f"logits_token9_positions_{positions}"])

@@ -4,14 +4,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvcompress.methods.kivi import KIVI
 from kvcompress.methods.view import LayerView
-from kvcompress.stores.packed import PackedStore
+from kvcompress.stores.store import Store
 
 KEPT = [[0, 1, 9, 10, 14, 15, 20, 21], [0, 3, 4, 5, 6, 19, 20, 21]]  # of 22 tokens, by KV head
 
 
 def view() -> LayerView:
-    store = PackedStore(1, bits=2, group_size=8, residual=8)
+    store = Store(1, KIVI(bits=2, group_size=8, residual=8))
     tokens = torch.randn(1, 2, 22, 16, generator=torch.Generator().manual_seed(0))
     store.append(tokens, tokens, [22])
     store.pack()  # the first 16 keys

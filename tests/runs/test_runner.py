@@ -213,8 +213,8 @@ def test_a_stream_longer_than_the_model_was_trained_for_warns_if_a_method_leaves
 
 
 MISFITS = {
-    "kivi(group_size=12, residual=24)": "kivi's group_size 12 does not divide the model's head dim 16; choose",
-    "snapkv(budget=16, window=8) | kivi(group_size=12, residual=24)": "kivi's group_size 12 does not divide",
+    "kivi(group_size=12, residual=24)": "the group_size 12 does not divide the model's head dim 16; choose",
+    "snapkv(budget=16, window=8) | kivi(group_size=12, residual=24)": "the group_size 12 does not divide",
     "snapkv(budget=16, window=8, positions='cache')": "cannot be moved to other positions: the frequencies of",
     # Two layers of two heads of 16 keys and 16 values in fp32, and the positions of a layer, for each token.
     "streaming_llm(budget='519B', positions='original')": "does not hold one token (520 bytes); give more",

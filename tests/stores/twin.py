@@ -6,11 +6,13 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvcompress.stores.dense import DenseStore
-from kvcompress.stores.packed import PackedStore
+from kvcompress.kernels import choose
+from kvcompress.kernels.attention import naive
+from kvcompress.kernels.softmax import Softmax
+from kvcompress.stores.store import Store
 from tests.oracle import Packing, coded
 
-HEADS, DIM = 2, 8
+HEADS, DIM = 2, 16
 Head = list[int]  # positions that a KV head holds
 
 
@@ -18,7 +20,7 @@ Head = list[int]  # positions that a KV head holds
 class Twin:
     """`held[row][head]` are the positions stored; `keys[row]`, `values[row]` all that was ever fed: [H, seen, D]."""
 
-    store: DenseStore | PackedStore
+    store: Store
     held: list[list[Head]]
     keys: list[Tensor]
     values: list[Tensor]
@@ -46,8 +48,20 @@ class Twin:
         positions = self.store.current_positions(torch.device("cpu")).expand(-1, HEADS, -1)
         keep = torch.zeros(positions.shape, dtype=torch.bool)
         for row, heads in enumerate(self.held):
-            count = data.draw(st.integers(1, max(1, len(heads[0]))))
+            count = data.draw(st.integers(1, max(1, min(map(len, heads)))))
             for head, held in enumerate(heads):
+                order = torch.randperm(len(held), generator=generator)[:count].sort().values.tolist()
+                self.held[row][head] = [held[index] for index in order]
+                keep[row, head] = torch.isin(positions[row, head], torch.tensor(self.held[row][head]))
+        self.store.evict(keep)
+
+    def evict_by_head(self, data: st.DataObject, generator: torch.Generator) -> None:
+        """Evicts any tokens, any number of each head, as long as something stays."""
+        positions = self.store.current_positions(torch.device("cpu")).expand(-1, HEADS, -1)
+        keep = torch.zeros(positions.shape, dtype=torch.bool)
+        for row, heads in enumerate(self.held):
+            for head, held in enumerate(heads):
+                count = data.draw(st.integers(0 if head else min(1, len(held)), len(held)))
                 order = torch.randperm(len(held), generator=generator)[:count].sort().values.tolist()
                 self.held[row][head] = [held[index] for index in order]
                 keep[row, head] = torch.isin(positions[row, head], torch.tensor(self.held[row][head]))
@@ -70,9 +84,8 @@ class Twin:
         self.store.evict_middle(first, last)
 
     def pack(self, data: st.DataObject, generator: torch.Generator) -> None:
-        if isinstance(self.store, PackedStore):
-            self.store.pack()
-            self.packing.update(self.store)
+        self.store.pack()
+        self.packing.update(self.store)
 
     def select_rows(self, data: st.DataObject, generator: torch.Generator) -> None:
         index = data.draw(st.lists(st.integers(0, len(self.held) - 1), min_size=1, max_size=3))
@@ -109,10 +122,26 @@ class Twin:
                 assert positions[row, head, slots].tolist() == held
                 close(logits[row, head][:, slots], query[row, head] @ keys[head, held].T)
                 close(mixed[row, head], weights[row, head][:, slots] @ values[head, held])
+        self.attend(query)
         sizes = store.memory()
         buffers = {part.buffer.untyped_storage().data_ptr(): part.buffer for part in store.columns().values()}
         if len(self.held) == 1 or all(buffer.is_contiguous() for buffer in buffers.values()):
             assert sum(sizes.values()) == sum(buffer.untyped_storage().nbytes() for buffer in buffers.values())
+
+    def attend(self, query: Tensor) -> None:
+        """What the kernels make of it, where they have code for the case, is what the plain operations give."""
+        ranges, softmax = self.store.ranges(), Softmax(0.25)
+        if ranges is None:
+            return
+        alive = (self.store.current_positions(query.device) >= 0)[:, :, None].expand(-1, -1, 2, -1)
+        grouped = query[:, :, None]
+        right, sums = naive.attend(grouped, self.store, lambda start, stop: alive, softmax, sum_columns=True)
+        for mask in (alive, None):
+            if mask is not None or not self.store.has_holes:
+                fast = choose.attend_decode_with_sums(grouped, ranges, mask, softmax)
+                if fast is not None:
+                    close(fast[0], right)
+                    close(fast[1], sums)
 
     def effective(self, row: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a row as they are stored now: what was packed through its codes."""
@@ -134,7 +163,7 @@ def close(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
 
 
-def drive(data: st.DataObject, store: DenseStore | PackedStore, rows: int, seed: int, steps: list[str]) -> None:
+def drive(data: st.DataObject, store: Store, rows: int, seed: int, steps: list[str]) -> None:
     """Runs random steps on forks of `store`, and checks all of them after each."""
     generator = torch.Generator().manual_seed(seed)
     nothing = [torch.empty(HEADS, 0, DIM) for _ in range(rows)]

@@ -1,4 +1,4 @@
-"""Decode attention over dense or packed rows, split over rows, KV heads, blocks of queries and parts of the slots.
+"""Decode attention over one range of slots, split over rows, KV heads, blocks of queries and parts of the slots.
 
 A task is one part of one row's slots, for one KV head and up to `ROWS` of its queries. What it leaves is a line
 [D sums, largest logit, sum of weights] for each query; `cpu_merge.py` makes the output of them.
@@ -29,14 +29,18 @@ PARAMETERS = [
     "tasks",
     "scratch",
     "query",  # fp32 [B, H, M, D]
-    "left",  # fp32 [tasks, lines, D + 2]
+    "front_query",  # the same for the tokens of the front, or 0
+    "left",  # fp32 [B, H, blocks, all parts, lines, D + 2]
     "out",  # fp32 [B, H, M, D]
     "sinks",  # fp32 [H, M / T]
     "logits",  # fp32 [B, H, M, line], kept for the column sums, or 0
     "logits_line",  # bytes
     "ends",  # fp32 [B, H, M, 2]: largest logit and the share of each weight, if logits are kept
     "sums",  # fp32 [B, H, line]
-    "counts",  # int64 [4, B]: front, packed keys, packed values and all slots of a row
+    "counts",  # int64 tables as `layout.TABLES` names them, and the bytes from one table, row and head to the next
+    "counts_table",
+    "counts_row",
+    "counts_head",
     "batch",
     "heads",
     "queries",  # M, the rows of queries of one KV head
@@ -44,7 +48,9 @@ PARAMETERS = [
     "dim",
     "blocks",  # of ROWS queries
     "lines",  # the most queries of a task
-    "parts",
+    "parts",  # of this range
+    "all_parts",  # of all ranges
+    "part_offset",
     "key_group",
     "value_group",
     "scaling",
@@ -65,25 +71,34 @@ class Task:
     rows: Value  # of queries
     scratch: Value
     dtype: str
-    bits: int | None
+    bits: tuple[int, int] | None  # of packed keys and values
 
     def place(self, name: str) -> Value:
         return self.p.place(name, self.row, self.head)
 
     def count(self, which: int) -> Value:
-        return self.p.code.load(self.p.counts + (self.p.batch * which + self.row) * 8, INT64)
+        p = self.p
+        at = p.counts + p.counts_table * which + self.row * p.counts_row + self.head * p.counts_head
+        return p.code.load(at, INT64)
+
+
+def load_queries(task: Task, queries: Value) -> None:
+    """Copies the task's queries, scaled."""
+    p, code = task.p, task.p.code
+    scaling = p.float("scaling").splat()
+    source = queries + ((task.row * p.heads + task.head) * p.queries + task.first) * p.dim * 4
+    with code.loop(0, task.rows) as row, code.loop(0, p.dim, WIDTH) as d:
+        place = source + (row.index * p.dim + d.index) * 4
+        code.store(task.scratch + row.index * ROW + d.index * 4, code.load(place) * scaling)
 
 
 def prepare(task: Task) -> None:
-    """Copies the queries, scaled; nothing is summed yet."""
+    """Nothing is summed yet."""
     p, code, scratch = task.p, task.p.code, task.scratch
-    scaling = p.float("scaling").splat()
-    source = p.query + ((task.row * p.heads + task.head) * p.queries + task.first) * p.dim * 4
+    load_queries(task, p.query.where(p.front_query.equals(0), p.front_query))
     with code.loop(0, task.rows) as row:
         with code.loop(0, p.dim, WIDTH) as d:
-            at = scratch + row.index * ROW + d.index * 4
-            code.store(at, code.load(source + (row.index * p.dim + d.index) * 4) * scaling)
-            code.store(at + SUMS, code.floats(0.0))
+            code.store(scratch + row.index * ROW + d.index * 4 + SUMS, code.floats(0.0))
         code.store(scratch + row.index * 4 + TOPS, code.float(LOWEST))
         code.store(scratch + row.index * 4 + TOTALS, code.float(0.0))
 
@@ -160,10 +175,13 @@ def packed_values(task: Task, bits: int, token: Value, tokens: Value) -> None:
 
 def attend_tiles(task: Task, front: Value, tiles_in_front: Value, start: Value, stop: Value) -> None:
     """First the tiles of the front, then the slots behind it from `start` up to `stop`: packed ones and the tail."""
-    code = task.p.code
+    p, code = task.p, task.p.code
+    first_packed, first_of_tail = task.count(4), task.count(5)
     tiles = tiles_in_front + ((stop - start).at_least(0) + (TILE - 1)) // TILE
     with code.loop(0, tiles) as tile:
         in_front = tile.index < tiles_in_front
+        with code.when(p.front_query.differs(0) & tile.index.equals(tiles_in_front)):
+            load_queries(task, p.query)
         token = start + (tile.index - tiles_in_front) * TILE
         slot = (tile.index * TILE).where(in_front, front + token)
         tokens = (front - slot).where(in_front, stop - token).at_most(TILE)
@@ -171,15 +189,16 @@ def attend_tiles(task: Task, front: Value, tiles_in_front: Value, start: Value, 
             held = task.count(which)
             packed = code.int(0).where(in_front, (held - token).at_most(tokens).at_least(0))
             if task.bits is not None:
-                (packed_keys if kind == "keys" else packed_values)(task, task.bits, token, packed)
-            first = slot.where(in_front, (token - held).at_least(0))
+                product = packed_keys if kind == "keys" else packed_values
+                product(task, task.bits[which - 1], first_packed + token, packed)
+            first = slot.where(in_front, (token - held).at_least(0) + first_of_tail)
             dense_product(task, kind, in_front, first, tokens - packed, packed)
             if kind == "keys":
                 finish_logits(task, slot, tokens)
 
 
-def decode(p: Parameters, bits: int | None, dtype: str) -> None:
-    """The kernel of every thread, for layers packed in `bits` bits or not at all, with full precision in `dtype`."""
+def decode(p: Parameters, bits: tuple[int, int] | None, dtype: str) -> None:
+    """The kernel of every thread, for keys and values of so many bits or not packed at all, the rest in `dtype`."""
     code = p.code
     scratch = p.scratch + code.take_number(p.next_task + 8) * SCRATCH_BYTES
     with code.tasks(p.next_task, p.tasks) as number:
@@ -194,7 +213,8 @@ def decode(p: Parameters, bits: int | None, dtype: str) -> None:
         tiles_in_front = ((front + (TILE - 1)) // TILE).where(part.equals(0), 0)
         attend_tiles(task, front, tiles_in_front, part * share, ((part + 1) * share).at_most(body))
         with code.loop(0, task.rows) as each:
-            line = p.left + (number * p.lines + each.index) * (p.dim + 2) * 4
+            place = number // p.parts * p.all_parts + p.part_offset + part
+            line = p.left + (place * p.lines + each.index) * (p.dim + 2) * 4
             with code.loop(0, p.dim, WIDTH) as d:
                 code.store(line + d.index * 4, code.load(scratch + each.index * ROW + d.index * 4 + SUMS))
             code.store(line + p.dim * 4, code.load(scratch + each.index * 4 + TOPS, FLOAT))

@@ -13,13 +13,13 @@ def merge(p: Parameters) -> None:
     with code.tasks(p.next_task, p.tasks) as number:
         query = number % p.queries
         head = number // p.queries % p.heads
-        task = (number // p.queries * p.blocks + query // ROWS) * p.parts
+        task = (number // p.queries * p.blocks + query // ROWS) * p.all_parts
         source, step = p.left + (task * p.lines + query % ROWS) * line, p.lines * line
-        with code.loop(0, p.parts, carried=[code.float(LOWEST)]) as part:
+        with code.loop(0, p.all_parts, carried=[code.float(LOWEST)]) as part:
             part.carried = [code.load(source + part.index * step + p.dim * 4, FLOAT).at_least(part.carried[0])]
         sink = code.load(p.sinks + (head * (p.queries // p.columns) + query // p.columns) * 4, FLOAT)
         top = part.carried[0].at_least(sink)
-        with code.loop(0, p.parts, carried=[exp((sink - top).splat()).first()]) as part:
+        with code.loop(0, p.all_parts, carried=[exp((sink - top).splat()).first()]) as part:
             at = source + part.index * step + p.dim * 4
             factor = exp((code.load(at, FLOAT) - top).splat()).first()
             code.store(at, factor)
@@ -27,7 +27,7 @@ def merge(p: Parameters) -> None:
         total = part.carried[0]
         share = code.float(0.0).where(total.equals(0.0), 1.0 / total).splat()
         with code.loop(0, p.dim, WIDTH) as d:
-            with code.loop(0, p.parts, carried=[code.floats(0.0)]) as part:
+            with code.loop(0, p.all_parts, carried=[code.floats(0.0)]) as part:
                 at = source + part.index * step
                 factor = code.load(at + p.dim * 4, FLOAT).splat()
                 part.carried = [code.load(at + d.index * 4).times_plus(factor, part.carried[0])]
@@ -38,10 +38,11 @@ def merge(p: Parameters) -> None:
 
 
 def add_columns(p: Parameters) -> None:
-    """The kernel of every thread that adds up the columns of kept logits; a task is one KV head of one row."""
+    """The kernel of every thread that adds up a range's columns of kept logits; a task is one KV head of one row."""
     code = p.code
     with code.tasks(p.next_task, p.tasks) as number:
-        length = code.load(p.counts + (p.batch * 3 + number // p.heads) * 8, INT64)
+        at = p.counts + p.counts_table * 3 + number // p.heads * p.counts_row + number % p.heads * p.counts_head
+        length = code.load(at, INT64)
         average = code.float(1.0) / (p.queries // p.columns).convert(FLOAT)
         with code.loop(0, length, WIDTH) as slot:
             with code.loop(0, p.queries, carried=[code.floats(0.0)]) as each:

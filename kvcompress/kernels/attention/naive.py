@@ -10,12 +10,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvcompress.kernels.layout import PackedKeys, PackedValues
-from kvcompress.kernels.pack.naive import dequantise_keys, dequantise_values
 from kvcompress.kernels.softmax import Softmax
 
 QUERY_BLOCK = 256  # queries whose logits exist at one time
-TOKEN_TILE = 1024  # packed tokens that are dequantised at one time
 
 
 class Stored(Protocol):
@@ -24,8 +21,8 @@ class Stored(Protocol):
     @property
     def length(self) -> int: ...
 
-    def logits(self, query: Tensor) -> Tensor:
-        """`query` fp32 [B, H, M, D] times the keys: fp32 [B, H, M, S]."""
+    def logits(self, query: Tensor, front_query: Tensor | None = None) -> Tensor:
+        """`query` fp32 [B, H, M, D] (before a front: `front_query`, if given) times the keys: fp32 [B, H, M, S]."""
         ...
 
     def mix(self, weights: Tensor) -> Tensor:
@@ -38,28 +35,40 @@ Allowed = Callable[[int, int], Tensor | None]
 
 
 def attend(
-    query: Tensor, stored: Stored, allowed: Allowed, softmax: Softmax, sum_columns: bool = False
+    query: Tensor,
+    stored: Stored,
+    allowed: Allowed,
+    softmax: Softmax,
+    sum_columns: bool = False,
+    front_query: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of `query` [B, H, G, T, D] over everything stored, a block of queries at a time.
 
     Returns the output [B, H, G, T, D] in the query's dtype and, where asked for, the sum over the queries of each
-    key's softmax column (see `scores/naive.py`). Beside these it holds the logits of one block.
+    key's softmax column (see `scores/naive.py`). Beside these it holds the logits of one block. If given, `front_query`
+    stands for `query` before the tokens of a front.
     """
     outputs, sums = [], None
-    for weights in blocks_of_weights(query, stored, allowed, softmax):
+    for weights in blocks_of_weights(query, stored, allowed, softmax, front_query):
         outputs.append(stored.mix(weights.flatten(2, 3)).view(*weights.shape[:-1], -1).to(query.dtype))
         if sum_columns:
             sums = add_columns(sums, weights)
     return torch.cat(outputs, 3), sums
 
 
-def blocks_of_weights(query: Tensor, stored: Stored, allowed: Allowed, softmax: Softmax) -> Iterator[Tensor]:
+def blocks_of_weights(
+    query: Tensor, stored: Stored, allowed: Allowed, softmax: Softmax, front_query: Tensor | None = None
+) -> Iterator[Tensor]:
     """Softmax weights fp32 [B, H, G, T, S] of one block of queries after the other."""
     batch, heads, groups, columns, _ = query.shape
     for start in range(0, columns, QUERY_BLOCK):
         stop = min(start + QUERY_BLOCK, columns)
-        block = query[..., start:stop, :].float() * softmax.scaling
-        logits = stored.logits(block.flatten(2, 3)).view(batch, heads, groups, stop - start, stored.length)
+        block, front = (
+            None if each is None else each[..., start:stop, :].float().flatten(2, 3) * softmax.scaling
+            for each in (query, front_query)
+        )
+        assert block is not None
+        logits = stored.logits(block, front).view(batch, heads, groups, stop - start, stored.length)
         mask = allowed(start, stop)
         yield normalise(logits, None if mask is None else mask.unsqueeze(2), softmax)
 
@@ -89,22 +98,3 @@ def add_columns(sums: Tensor | None, weights: Tensor) -> Tensor:
     """Adds the column sums of weights [B, H, G, T, S], averaged over the G query heads, to fp32 `sums` [B, H, S]."""
     columns = weights.sum(3).mean(2)
     return columns if sums is None else sums.add_(columns)
-
-
-def packed_logits(query: Tensor, packed: PackedKeys, count: int) -> Tensor:
-    """fp32 [B, H, M, D] times the first `count` packed keys: fp32 [B, H, M, count], a tile dequantised at a time."""
-    out = query.new_empty(*query.shape[:3], count)
-    for start in range(0, count, TOKEN_TILE):
-        stop = min(start + TOKEN_TILE, count)
-        keys = dequantise_keys(packed, start, stop, query.shape[-1])
-        out[..., start:stop] = query @ keys.transpose(-1, -2)
-    return out
-
-
-def packed_mix(weights: Tensor, packed: PackedValues, count: int) -> Tensor:
-    """fp32 [B, H, M, count] times the first `count` packed values: fp32 [B, H, M, D], a tile at a time."""
-    out = weights.new_zeros(*weights.shape[:3], packed.words.shape[-1])
-    for start in range(0, count, TOKEN_TILE):
-        stop = min(start + TOKEN_TILE, count)
-        out += weights[..., start:stop] @ dequantise_values(packed, start, stop)
-    return out

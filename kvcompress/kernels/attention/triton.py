@@ -1,4 +1,4 @@
-"""Decode attention over packed layers on a GPU, in Triton: split over the slots, merged by their log-sum-exp.
+"""Decode attention on a GPU, in Triton: split over the slots, merged by their log-sum-exp.
 
 A program takes one part of one row's slots for one KV head with all its M = G·T rows of queries. It dequantises one
 tile of tokens at a time, in registers. What it leaves, [D sums, largest logit, sum of weights] for each query, a
@@ -8,6 +8,7 @@ fp32 where Triton's interpreter runs the kernels on a CPU, which has no such pro
 Shapes in the kernels are powers of two: DIM holds the head dim, ROWS the queries, WORDS the words of a token's key.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvcompress.kernels.host import on_device
-from kvcompress.kernels.layout import DenseLayer, PackedLayer, codes_per_word, gapless
+from kvcompress.kernels.layout import KERNEL_BITS, TABLES, Range, codes_per_word, gapless
 from kvcompress.kernels.softmax import Softmax
 
 SMALL_TILE, LARGE_TILE = 32, 64  # tokens; what a program holds must fit into its multiprocessor
@@ -25,6 +26,7 @@ MASKED = tl.constexpr(-1e30)  # a logit that gets no weight
 LOWEST = tl.constexpr(-1e29)  # no real logit is below
 PROGRAMS = 4  # for each multiprocessor
 MOST_ROWS = 64
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @triton.jit
@@ -113,8 +115,9 @@ def full_rows(place, slot, start, stop, dim, DIM: tl.constexpr, TILE: tl.constex
 @triton.jit
 def decode(
     query,  # [B, H, M, D]
-    left,  # fp32 [B, H, parts, ROWS, DIM + 2]
-    counts,  # int64 [4, B]: front, packed keys, packed values and all slots of a row
+    front_query,  # the same for the tokens of the front
+    left,  # fp32 [B, H, all parts, ROWS, DIM + 2]
+    counts,  # int64 tables as `layout.TABLES` names them
     allowed,
     front_keys,
     front_values,
@@ -128,13 +131,15 @@ def decode(
     value_minimum,
     scaling,
     softcap,
-    batch,
     heads,
     queries,
     columns,
     dim,
     parts,
+    all_parts,
+    part_offset,
     key_group,
+    count_strides,
     allowed_strides,
     front_key_strides,
     front_value_strides,
@@ -144,7 +149,9 @@ def decode(
     key_scale_strides,
     value_word_strides,
     value_scale_strides,
-    BITS: tl.constexpr,
+    PACKED: tl.constexpr,
+    KEY_BITS: tl.constexpr,
+    VALUE_BITS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -154,16 +161,22 @@ def decode(
     CAPPED: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """One part of one row and KV head. Strides are tuples, in numbers: row, head, slot (a mask's third is column)."""
+    """One part of one row and KV head. Strides are tuples, in numbers: row, head, slot (a mask's third is column).
+
+    Of the counts they are those of table, row and head.
+    """
     part = tl.program_id(1)
     head, row = (tl.program_id(0) % heads).to(tl.int64), (tl.program_id(0) // heads).to(tl.int64)
-    front, keys_held = tl.load(counts + row), tl.load(counts + batch + row)
-    values_held, length = tl.load(counts + 2 * batch + row), tl.load(counts + 3 * batch + row)
+    place = counts + row * count_strides[1] + head * count_strides[2]
+    front, keys_held = tl.load(place), tl.load(place + count_strides[0])
+    values_held, length = tl.load(place + 2 * count_strides[0]), tl.load(place + 3 * count_strides[0])
+    first_packed, first_of_tail = tl.load(place + 4 * count_strides[0]), tl.load(place + 5 * count_strides[0])
     number, channel = tl.arange(0, ROWS)[:, None], tl.arange(0, DIM)[None, :]
-    place = query + ((row * heads + head) * queries + number) * dim + channel
-    q = tl.load(place, mask=(number < queries) & (channel < dim), other=0.0)
+    place = ((row * heads + head) * queries + number) * dim + channel
+    q = tl.load(query + place, mask=(number < queries) & (channel < dim), other=0.0)
+    turned = tl.load(front_query + place, mask=(number < queries) & (channel < dim), other=0.0)
     if WIDE:
-        q = q.to(tl.float32)
+        q, turned = q.to(tl.float32), turned.to(tl.float32)
     sums = tl.zeros((ROWS, DIM), tl.float32)
     top, total = tl.full((ROWS,), LOWEST, tl.float32), tl.zeros((ROWS,), tl.float32)
     column = (number % columns).to(tl.int64)
@@ -188,27 +201,55 @@ def decode(
             values = full_rows(base, front_value_strides[2], start, end, dim, DIM, TILE)
         else:
             keys, values = tl.zeros((DIM, TILE), tl.float32), tl.zeros((TILE, DIM), tl.float32)
-            if start < keys_held:
-                base = row * key_scale_strides[0] + head * key_scale_strides[1]
-                words = key_words + row * key_word_strides[0] + head * key_word_strides[1]
-                keys += packed_keys(
-                    words, key_scale + base, key_minimum + base, start, keys_held, dim, key_group, BITS, DIM, TILE
-                )
+            if PACKED:
+                if start < keys_held:
+                    base = row * key_scale_strides[0] + head * key_scale_strides[1]
+                    words = key_words + row * key_word_strides[0] + head * key_word_strides[1]
+                    held = packed_keys(
+                        words,
+                        key_scale + base,
+                        key_minimum + base,
+                        first_packed + start,
+                        first_packed + keys_held,
+                        dim,
+                        key_group,
+                        KEY_BITS,
+                        DIM,
+                        TILE,
+                    )
+                    keys += held
+                if start < values_held:
+                    base = row * value_scale_strides[0] + head * value_scale_strides[1]
+                    words = value_words + row * value_word_strides[0] + head * value_word_strides[1]
+                    values += packed_values(
+                        words,
+                        value_scale + base,
+                        value_minimum + base,
+                        first_packed + start,
+                        first_packed + values_held,
+                        dim,
+                        VALUE_BITS,
+                        GROUP,
+                        GROUPS,
+                        DIM,
+                        TILE,
+                    )
             if start + TILE > keys_held:
                 base = tail_keys + row * tail_key_strides[0] + head * tail_key_strides[1]
+                base += first_of_tail * tail_key_strides[2]
                 keys += tl.trans(
                     full_rows(base, tail_key_strides[2], start - keys_held, end - keys_held, dim, DIM, TILE)
                 )
-            if start < values_held:
-                base = row * value_scale_strides[0] + head * value_scale_strides[1]
-                words = value_words + row * value_word_strides[0] + head * value_word_strides[1]
-                scale, minimum = value_scale + base, value_minimum + base
-                values += packed_values(words, scale, minimum, start, values_held, dim, BITS, GROUP, GROUPS, DIM, TILE)
             if start + TILE > values_held:
                 base = tail_values + row * tail_value_strides[0] + head * tail_value_strides[1]
+                base += first_of_tail * tail_value_strides[2]
                 values += full_rows(base, tail_value_strides[2], start - values_held, end - values_held, dim, DIM, TILE)
-        sums, top, total = attend_tile(q, keys, values, seen, scaling, softcap, sums, top, total, CAPPED)
-    line = left + ((tl.program_id(0).to(tl.int64) * parts + part) * ROWS + tl.arange(0, ROWS)) * (DIM + 2)
+        sums, top, total = attend_tile(
+            tl.where(in_front, turned, q), keys, values, seen, scaling, softcap, sums, top, total, CAPPED
+        )
+    line = left + ((tl.program_id(0).to(tl.int64) * all_parts + part_offset + part) * ROWS + tl.arange(0, ROWS)) * (
+        DIM + 2
+    )
     tl.store(line[:, None] + channel, sums)
     tl.store(line + DIM, top)
     tl.store(line + DIM + 1, total)
@@ -251,93 +292,142 @@ def most_columns(groups: int) -> int:
 
 def attend_decode(
     query: Tensor,
-    layer: DenseLayer | PackedLayer,
+    ranges: Sequence[Range],
     allowed: Tensor | None,
     softmax: Softmax,
+    front_query: Tensor | None = None,
 ) -> Tensor | None:
-    """See `kvcompress.kernels.choose.attend_decode`; what is not packed is left to torch's own attention."""
-    if isinstance(layer, DenseLayer) or layer.keys is None or not takes(query, layer):
+    """See `kvcompress.kernels.choose.attend_decode`."""
+    if not takes(query, ranges):
         return None
     batch, heads, groups, columns, dim = query.shape
     rows, width = (1 << (number - 1).bit_length() for number in (max(16, groups * columns), dim))
     tile = LARGE_TILE if query.element_size() == 2 and width <= 128 else SMALL_TILE
-    parts = part_count(query.device, batch * heads, -(-max(layer.lengths) // tile))
+    parts = [part_count(query.device, batch * heads, -(-each.width // tile)) for each in ranges]
     flat, device = query.contiguous(), query.device
+    turned = flat if front_query is None else front_query.contiguous()
     out = torch.empty_like(flat)
-    left = torch.empty(batch, heads, parts, rows, width + 2, dtype=torch.float32, device=device)
-    counts = on_device([*layer.fronts, *layer.key_counts, *layer.value_counts, *layer.lengths], device)
-    extra = softmax.extra_logits(heads, groups, device)
-    seen = counts if allowed is None else allowed.expand(batch, heads, columns, -1)
-    if allowed is not None and seen.stride(-1) != 1:
-        seen = seen.contiguous()
-    keys = layer.keys
-    # While no value is packed, keys stand in for them: their words are never read as values.
-    values = layer.values or keys
-    group = layer.values.group_size if layer.values else width
-    full = [layer.tail_keys if each is None else each for each in (layer.front_keys, layer.front_values)]
-    full += [layer.tail_keys, layer.tail_values]
-    packed = [keys.words, keys.scale, keys.minimum, values.words, values.scale, values.minimum]
-    launch: Any = decode[(batch * heads, parts)]
-    launch(
-        flat,
-        left,
-        counts,
-        seen.view(torch.int8) if allowed is not None else seen,
-        *full,
-        *packed,
-        softmax.scaling,
-        softmax.softcap or 0.0,
-        batch,
-        heads,
-        groups * columns,
-        columns,
-        dim,
-        parts,
-        keys.group_size,
-        seen.stride()[:3] if allowed is not None else (0, 0, 0),
-        *(each.stride()[:3] for each in full),
-        *(each.stride()[:2] for each in (keys.words, keys.scale, values.words, values.scale)),
-        BITS=keys.bits,
-        GROUP=width if group >= dim else group,
-        GROUPS=1 if group >= dim else width // group,
-        ROWS=rows,
-        DIM=width,
-        TILE=tile,
-        MASKED_SLOTS=allowed is not None,
-        CAPPED=softmax.softcap is not None,
-        WIDE=query.device.type != "cuda",
-    )
+    left = torch.empty(batch, heads, sum(parts), rows, width + 2, dtype=torch.float32, device=device)
+    offset = 0
+    for number, each in enumerate(ranges):
+        counts = each.lines
+        if counts is None:
+            counts = on_device(each.tables, device).view(len(TABLES), -1, 1).expand(-1, -1, heads)
+        seen = None if allowed is None else allowed[..., offset : offset + each.width]
+        seen = None if seen is None else seen.expand(batch, heads, columns, -1)
+        if seen is not None and seen.stride(-1) != 1:
+            seen = seen.contiguous()
+        launch: Any = decode[(batch * heads, parts[number])]
+        launch(
+            flat,
+            turned,
+            left,
+            counts,
+            counts if seen is None else seen.view(torch.int8),
+            *operands(each),
+            softmax.scaling,
+            softmax.softcap or 0.0,
+            heads,
+            groups * columns,
+            columns,
+            dim,
+            parts[number],
+            sum(parts),
+            sum(parts[:number]),
+            each.keys.group_size if each.keys else 32,
+            counts.stride(),
+            (0, 0, 0) if seen is None else seen.stride()[:3],
+            *strides(each),
+            **constants(each, dim, width),
+            ROWS=rows,
+            DIM=width,
+            TILE=tile,
+            MASKED_SLOTS=seen is not None,
+            CAPPED=softmax.softcap is not None,
+            WIDE=query.device.type != "cuda",
+        )
+        offset += each.width
     launch = merge[(batch * heads, groups * columns)]
     launch(
         left,
         out,
-        extra,
+        softmax.extra_logits(heads, groups, device),
         heads,
         groups * columns,
         columns,
         dim,
-        parts,
+        sum(parts),
         ROWS=rows,
         DIM=width,
-        PARTS=triton.next_power_of_2(parts),
+        PARTS=triton.next_power_of_2(sum(parts)),
     )
     return out
 
 
-def takes(query: Tensor, layer: PackedLayer) -> bool:
+def full_parts(each: Range) -> list[Tensor]:
+    """What is in full precision; the tail's keys stand in for a front that is not there, and are never read as one."""
+    front = [each.tail_keys if part is None else part for part in (each.front_keys, each.front_values)]
+    return [*front, each.tail_keys, each.tail_values]
+
+
+def packed_parts(each: Range) -> list[Tensor]:
+    """What is packed; the other ones, or else the tail's keys, stand in for what is not there yet and is never read."""
+    some = each.keys or each.values
+    found = []
+    for codes in (each.keys or some, each.values or some):
+        found += [each.tail_keys] * 3 if codes is None else [codes.words, codes.scale, codes.minimum]
+    return found
+
+
+def operands(each: Range) -> list[Tensor]:
+    """The tensors of a range, as the kernel takes them."""
+    return full_parts(each) + packed_parts(each)
+
+
+def strides(each: Range) -> list[tuple[int, ...]]:
+    """Their strides; the lines of KV heads that differ all begin at the same address."""
+    packed = packed_parts(each)
+    full = [part.stride()[:3] for part in full_parts(each)]
+    pairs = [part.stride()[:2] for part in (packed[0], packed[1], packed[3], packed[4])]
+    if each.lines is not None:
+        full, pairs = [(0, 0, slot) for _, _, slot in full], [(0, 0) for _ in pairs]
+    return [*full, *pairs]
+
+
+def constants(each: Range, dim: int, width: int) -> dict[str, Any]:
+    """What the kernel is compiled for."""
+    keys, values = each.keys or each.values, each.values or each.keys
+    group = width if each.values is None or each.values.group_size >= dim else each.values.group_size
+    return {
+        "PACKED": keys is not None,
+        "KEY_BITS": keys.bits if keys else 2,
+        "VALUE_BITS": values.bits if values else 2,
+        "GROUP": group,
+        "GROUPS": width // group,
+    }
+
+
+def takes(query: Tensor, ranges: Sequence[Range]) -> bool:
     """Whether the kernels have code for this case."""
-    keys, values = layer.keys, layer.values
-    assert keys is not None
-    dim, known = query.shape[-1], (torch.float32, torch.bfloat16, torch.float16)
-    if query.dtype not in known or layer.tail_keys.dtype not in known or query.shape[2] * query.shape[3] > MOST_ROWS:
+    known = query.dtype in DTYPES and query.shape[-1] <= 256 and query.shape[2] * query.shape[3] <= MOST_ROWS
+    return known and all(takes_range(each, query.shape[-1]) for each in ranges)
+
+
+def takes_range(each: Range, dim: int) -> bool:
+    """Whether the kernels have code for this range."""
+    keys, values = each.keys, each.values
+    full = [part for part in (each.tail_keys, each.tail_values, each.front_keys, each.front_values) if part is not None]
+    if not each.width or any(part.dtype not in DTYPES for part in full):
         return False
-    if dim % codes_per_word(2) or dim > 256 or any(count % 32 for count in layer.key_counts) or keys.group_size % 32:
+    if any(part.shape[-1] != dim or part.stride(-1) != 1 for part in full):
         return False
-    if any(each.shape[-1] != dim or each.stride(-1) != 1 for each in (layer.tail_keys, layer.tail_values)):
+    packed = [codes for codes in (keys, values) if codes is not None]
+    if any(codes.bits not in KERNEL_BITS or dim % codes_per_word(codes.bits) for codes in packed):
+        return False
+    if keys is not None and (keys.group_size % 32 or any(count % 32 for count in each.key_counts)):
         return False
     groups_fit = values is None or values.group_size >= dim or values.group_size & (values.group_size - 1) == 0
-    packed = [tensor for codes in (keys, values) if codes is not None for tensor in codes[:3]]
-    return groups_fit and all(gapless(tensor) for tensor in packed)
+    return groups_fit and all(gapless(tensor) for codes in packed for tensor in codes[:3])
 
 
 def part_count(device: torch.device, programs: int, tiles: int) -> int:

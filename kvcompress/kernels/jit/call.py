@@ -14,15 +14,18 @@ def stored_names(*names: str) -> list[str]:
     return [name + part for name in names for part in ("", "_row", "_head", "_third")]
 
 
-def stored(name: str, tensor: torch.Tensor | None) -> dict[str, int]:
-    """Address of a tensor [B, H, ...] and its first three strides in bytes; nothing, thus zeros, for None."""
+def stored(name: str, tensor: torch.Tensor | None, shared: bool = False) -> dict[str, int]:
+    """Address of a tensor [B, H, ...] and its first three strides in bytes; nothing, thus zeros, for None.
+
+    With `shared`, every row and head begins at the same address.
+    """
     if tensor is None:
         return {}
     item, strides = tensor.element_size(), tensor.stride()
     return {
         name: tensor.data_ptr(),
-        name + "_row": item * strides[0],
-        name + "_head": item * strides[1],
+        name + "_row": 0 if shared else item * strides[0],
+        name + "_head": 0 if shared else item * strides[1],
         name + "_third": item * strides[2],
     }
 

@@ -14,7 +14,7 @@ from kvcompress.kernels.jit.math import TO_INTEGER
 from kvcompress.kernels.jit.rows import DIM_STEP, ITEM, load_stored, totals
 from kvcompress.kernels.jit.threads import Kernel
 from kvcompress.kernels.jit.values import HALF, HALVES, INTS, SHORTS, WIDTH, Value
-from kvcompress.kernels.layout import LANES, PackedKeys, PackedValues, codes_per_word, gapless
+from kvcompress.kernels.layout import KERNEL_BITS, LANES, PackedKeys, PackedValues, codes_per_word, gapless
 
 LITTLE = 1 << 14  # numbers that one thread has packed before another has woken
 
@@ -124,7 +124,7 @@ def quantise_and_pack(x: Tensor, into: PackedKeys | PackedValues, offset: int) -
     keys = isinstance(into, PackedKeys)
     aligned = (into.group_size % LANES or offset % into.group_size or tokens % into.group_size) == 0
     whole = aligned if keys else into.group_size % DIM_STEP == 0
-    if x.dtype not in DTYPES or x.stride(-1) != 1 or dim % DIM_STEP or not whole:
+    if into.bits not in KERNEL_BITS or x.dtype not in DTYPES or x.stride(-1) != 1 or dim % DIM_STEP or not whole:
         return False
     if not all(gapless(tensor) for tensor in into[:3]):
         return False

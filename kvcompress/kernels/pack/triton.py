@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvcompress.kernels.attention.triton import LANES
-from kvcompress.kernels.layout import PackedKeys, PackedValues, codes_per_word, gapless
+from kvcompress.kernels.layout import KERNEL_BITS, PackedKeys, PackedValues, codes_per_word, gapless
 
 TO_INTEGER = tl.constexpr(12582912.0)  # 1.5 * 2^23: added and taken away again, it rounds half to even
 
@@ -118,7 +118,7 @@ def quantise_and_pack(x: Tensor, into: PackedKeys | PackedValues, offset: int) -
     """See `kvcompress.kernels.choose.quantise_and_pack`."""
     batch, heads, tokens, dim = x.shape
     group, bits, known = into.group_size, into.bits, (torch.float32, torch.bfloat16, torch.float16)
-    whole_words = x.dtype in known and x.stride(-1) == 1 and dim % codes_per_word(bits) == 0
+    whole_words = bits in KERNEL_BITS and x.dtype in known and x.stride(-1) == 1 and dim % codes_per_word(bits) == 0
     if not whole_words or not all(gapless(tensor) for tensor in into[:3]):
         return False
     power = group & (group - 1) == 0

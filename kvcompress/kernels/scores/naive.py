@@ -6,13 +6,16 @@ from kvcompress.kernels.attention.naive import Allowed, Stored, add_columns, blo
 from kvcompress.kernels.softmax import Softmax
 
 
-def column_sums(query: Tensor, stored: Stored, allowed: Allowed, softmax: Softmax) -> Tensor:
+def column_sums(
+    query: Tensor, stored: Stored, allowed: Allowed, softmax: Softmax, front_query: Tensor | None = None
+) -> Tensor:
     """The sum over queries of each key's softmax column, averaged over the G query heads: fp32 [B, H, S].
 
-    `query` is [B, H, G, T, D]; `allowed` says which of the S slots each of the T columns may see.
+    `query` is [B, H, G, T, D]; `allowed` says which of the S slots each of the T columns may see;
+    `front_query`, if given, stands for `query` before the tokens of a front.
     """
     sums = None
-    for weights in blocks_of_weights(query, stored, allowed, softmax):
+    for weights in blocks_of_weights(query, stored, allowed, softmax, front_query):
         sums = add_columns(sums, weights)
     assert sums is not None
     return sums

@@ -13,15 +13,15 @@ from kvcompress.kernels.softmax import Softmax
 from kvcompress.measure.bench.case import Line, case
 from kvcompress.measure.bench.limits import multiply_add_seconds, read_seconds
 from kvcompress.measure.speed import Paired, paired
-from kvcompress.stores.dense import DenseStore
-from kvcompress.stores.packed import PackedStore
+from kvcompress.methods.kivi import KIVI
+from kvcompress.stores.store import Store
 from kvcompress.visibility import EVERYTHING
 
 LARGE = (16384, 8, 4, 128)  # S, KV heads, G, D
 SMALL = (8192, 3, 3, 64)
 
 
-def decode_attention(query: Tensor, store: DenseStore | PackedStore, scaling: float) -> Tensor:
+def decode_attention(query: Tensor, store: Store, scaling: float) -> Tensor:
     """`query` [B, H, G, 1, D] over all of `store`, as a decode step attends."""
     return over(query, store, EVERYTHING, Softmax(scaling))
 
@@ -44,15 +44,15 @@ def tensors(shape: tuple[int, int, int, int]) -> tuple[Tensor, Tensor, Tensor]:
     return query.to(device()), keys.to(device()), values.to(device())
 
 
-def packed_store(keys: Tensor, values: Tensor, bits: int) -> PackedStore:
-    store = PackedStore(1, bits, group_size=32, residual=128)
+def packed_store(keys: Tensor, values: Tensor, bits: int) -> Store:
+    store = KIVI(bits=bits).new_store(1)
     store.append(keys, values, [keys.shape[2]])
     store.pack()
     return store
 
 
-def dense_store(keys: Tensor, values: Tensor) -> DenseStore:
-    store = DenseStore(1)
+def dense_store(keys: Tensor, values: Tensor) -> Store:
+    store = Store(1)
     store.append(keys, values, [keys.shape[2]])
     return store
 
@@ -82,7 +82,7 @@ def packed_attention() -> list[Line]:
     return lines
 
 
-def _error(store: PackedStore, query: Tensor, keys: Tensor, values: Tensor, bits: int) -> Line:
+def _error(store: Store, query: Tensor, keys: Tensor, values: Tensor, bits: int) -> Line:
     """Relative error of the packed output against float64 over the same dequantised values."""
     eye_logits = torch.eye(keys.shape[-1], device=keys.device)[None, None].expand(1, keys.shape[1], -1, -1)
     dense_keys = store.logits(eye_logits).transpose(-1, -2).double()
@@ -113,7 +113,7 @@ def dense_attention() -> list[Line]:
     return lines
 
 
-def _bound_ms(store: DenseStore | PackedStore, shape: tuple[int, int, int, int], unpacking: int = 0) -> float:
+def _bound_ms(store: Store, shape: tuple[int, int, int, int], unpacking: int = 0) -> float:
     """What this machine needs at least: to read what `store` holds, or to calculate with it, whichever takes longer.
 
     A number costs one multiply-add for each query head and, packed, `unpacking` operations, each at the rate at which

@@ -16,8 +16,7 @@ from kvcompress.measure.bench.case import Line, case
 from kvcompress.measure.bench.model_cases import compression_share, model, plain_prefill, prompt
 from kvcompress.measure.speed import paired
 from kvcompress.methods.base import Method
-from kvcompress.stores.dense import DenseStore
-from kvcompress.stores.packed import PackedStore
+from kvcompress.stores.store import Store
 from kvcompress.text_form import parse
 from kvcompress.wrapping import wrap
 
@@ -120,11 +119,10 @@ def append() -> list[Line]:
     return lines
 
 
-def _append_own(store: DenseStore | PackedStore, token: Tensor) -> None:
+def _append_own(store: Store, token: Tensor) -> None:
     for _ in range(APPENDED):
         store.append(token, token, [1])
-        if isinstance(store, PackedStore):
-            store.pack()
+        store.pack()
 
 
 def _append_plain(cache: DynamicCache, token: Tensor) -> None:

@@ -15,7 +15,13 @@ import torch
 from rich.table import Table
 
 # They register the cases.
-from kvcompress.measure.bench import attention_cases, length_cases, method_cases, model_cases  # noqa: F401
+from kvcompress.measure.bench import (  # noqa: F401
+    attention_cases,
+    length_cases,
+    method_cases,
+    model_cases,
+    segment_cases,
+)
 from kvcompress.measure.bench.case import Line, NotHere, cases
 from kvcompress.measure.record import versions
 

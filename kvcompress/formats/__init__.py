@@ -1,0 +1,1 @@
+"""How keys and values are held in memory, one file a format."""
