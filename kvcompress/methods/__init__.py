@@ -1,10 +1,15 @@
 """One file a method. Every module here is imported, so a new file is all that a new method needs.
 
+Methods of other packages are known too, once these name them: an entry point of the group `kvcompress.methods` that
+leads to the class, or to a module that defines some.
+
 What the author of one imports is here too: `from kvcompress.methods import Evicting, LayerView, …`.
 """
 
 import sys
+import warnings
 from importlib import import_module
+from importlib.metadata import entry_points
 from pkgutil import iter_modules
 from types import ModuleType
 
@@ -27,8 +32,27 @@ __all__ = [
     "methods",
 ]
 
+GROUP = "kvcompress.methods"
+
 for _module in iter_modules(__path__):
     import_module(f"{__name__}.{_module.name}")
+
+
+def _load_others() -> None:
+    """Imports what installed packages name; one that cannot be imported is named in a warning and left out."""
+    for point in entry_points(group=GROUP):
+        try:
+            point.load()
+        except Exception as error:
+            package = point.dist.name if point.dist else "a package"
+            warnings.warn(
+                f"the methods that {package} names as {point.value!r} cannot be imported "
+                f"({type(error).__name__}: {error}); update or remove that package",
+                stacklevel=2,
+            )
+
+
+_load_others()
 
 
 def methods() -> dict[str, type[Method]]:
