@@ -168,6 +168,7 @@ def test_each_sample_has_its_own_question(ids: torch.Tensor) -> None:
 
 
 def test_what_changes_a_number_changes_the_config_hash(ids: torch.Tensor) -> None:
+    torch.manual_seed(1)  # the tiny one is drawn after manual_seed(0), and another test may have left that
     other = tiny_llama().__class__(tiny_llama().config).eval()
     question = torch.arange(5)
     calls = [
