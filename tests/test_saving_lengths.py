@@ -41,7 +41,11 @@ def assert_it_comes_back(wrapped: kvc.Wrapped, cache: kvc.CompressedCache, path:
     generator = torch.Generator().manual_seed(1)
     for columns in (1, RESIDUAL + 1):
         ids = torch.randint(3, VOCABULARY, (cache.rows, columns), generator=generator)
-        assert torch.equal(wrapped(ids, cache=loaded).logits, wrapped(ids, cache=cache).logits)
+        found, expected = wrapped(ids, cache=loaded).logits, wrapped(ids, cache=cache).logits
+        if apart:
+            assert torch.equal(found, expected)
+        else:  # rows that are the same memory are multiplied in another order, which rounds the last bit otherwise
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
         for layer in range(len(cache.layers)):
             assert torch.equal(loaded.kept(layer), cache.kept(layer))
 
