@@ -6,7 +6,7 @@ import torch
 from kvcompress.methods.kivi import KIVI
 from kvcompress.stores.store import Store
 
-TOKENS, HEADS, DIM = 1024, 2, 16
+TOKENS, HEADS, DIM = 4096, 2, 16
 
 
 def held(stores: list[Store]) -> int:
